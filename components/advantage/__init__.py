@@ -1,0 +1,3 @@
+from components.advantage.component import advantage
+
+__all__ = ["advantage"]

@@ -1,0 +1,3 @@
+from components.checkpoint_export.component import checkpoint_export
+
+__all__ = ["checkpoint_export"]

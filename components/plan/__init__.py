@@ -1,0 +1,3 @@
+from components.plan.component import plan
+
+__all__ = ["plan"]

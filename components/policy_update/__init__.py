@@ -1,0 +1,3 @@
+from components.policy_update.component import policy_update
+
+__all__ = ["policy_update"]

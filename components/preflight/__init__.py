@@ -1,0 +1,3 @@
+from components.preflight.component import preflight
+
+__all__ = ["preflight"]

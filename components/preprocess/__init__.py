@@ -1,0 +1,3 @@
+from components.preprocess.component import preprocess
+
+__all__ = ["preprocess"]

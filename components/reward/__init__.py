@@ -1,0 +1,3 @@
+from components.reward.component import reward
+
+__all__ = ["reward"]

@@ -1,0 +1,3 @@
+from components.rollout.component import rollout
+
+__all__ = ["rollout"]

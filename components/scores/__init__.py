@@ -1,0 +1,3 @@
+from components.scores.component import scores
+
+__all__ = ["scores"]

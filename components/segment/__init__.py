@@ -1,0 +1,3 @@
+from components.segment.component import segment
+
+__all__ = ["segment"]

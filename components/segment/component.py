@@ -1,0 +1,23 @@
+"""Interface of the component segment; the work is in ratchet.grains.entry."""
+
+from kfp import dsl
+
+from components.images import image
+
+
+@dsl.component(base_image=image("segment"), install_kfp_package=False)
+def segment(root: str, run_id: str, submission_id: str, start: int) -> str:
+    """Run a segment of RL steps with the sampler and the trainer in memory.
+
+    Args:
+        root: Where runs lie: s3://bucket/prefix, or a folder that every pod sees.
+        run_id: The run's name below the root. The same name again resumes the run.
+        submission_id: The pipeline run that this task belongs to.
+        start: First step of the segment.
+
+    Returns:
+        Content digest of the segment's last policy update.
+    """
+    from ratchet.grains import entry
+
+    return entry.segment(root, run_id, submission_id, start)

@@ -1,0 +1,221 @@
+"""`ratchet`: the composition root. Each verb imports what it needs, when it needs it, so that `--help` is instant."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ratchet import __version__
+from ratchet.errors import RatchetError
+
+if TYPE_CHECKING:
+    from ratchet.config import RunConfig
+    from ratchet.store.run import Run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training of language models as Kubeflow Pipelines.",
+)
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or s3://bucket/prefix/run-id.")]
+StepOption = Annotated[int, typer.Option("--step", min=0, help="RL step; 0 is what precedes training.")]
+Mode = Literal["default", "strict", "flexible"]
+
+
+def main() -> None:
+    """Run the command line. Errors that Ratchet raises on purpose end with code 2 and their message alone."""
+    try:
+        app()
+    except RatchetError as error:
+        typer.echo(f"ratchet: {error}", err=True)
+        sys.exit(2)
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML config under verl's key names.")] = None,
+    root: Annotated[str | None, typer.Option("--root", help="Where runs lie; trainer.default_local_dir.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; trainer.experiment_name.")] = None,
+) -> None:
+    """Train here, in this process. The same run id again resumes the run."""
+    from ratchet.config import load_config
+    from ratchet.grains import entry, loop
+    from ratchet.grains.session import open_session, submit
+
+    parsed = load_config(config, overrides or [])
+    root, run_id = root or parsed.trainer.default_local_dir, run_id or parsed.trainer.experiment_name
+    entry.check_root(root)
+    run = submit(root, run_id, parsed)
+    with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
+        loop.train(session)
+    typer.echo(f"run: {run.uri}")
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="rollout, reward, advantage, policy_update, ...")],
+    run: RunArgument,
+    step: StepOption,
+    debug: Annotated[bool, typer.Option("--debug", help="Stop in the debugger before the stage computes.")] = False,
+) -> None:
+    """Run one stage of one step. A committed stage is computed again and compared; nothing is published then."""
+    from ratchet.grains.entry import replay_stage, take_over
+    from ratchet.stages.graph import step_stage
+    from ratchet.store.run import Run
+
+    opened = _open_run(run)
+    config = _newest_config(opened)
+    found = step_stage(name, config)
+    if found is None:
+        raise typer.BadParameter(f"a step of this run has no stage {name!r}", param_hint="NAME")
+    if debug:
+        breakpoint()
+    if Run(opened.root, opened.run_id).manifest(name, step) is None:
+        with take_over(opened, config) as session:
+            session.run(found, step)
+        typer.echo(f"committed {name} of step {step}")
+        return
+    for role, (old, new) in replay_stage(found, opened, config, step).items():
+        typer.echo(f"{role}: {'equal' if old == new else 'different'} (committed {old[:12]}, computed {new[:12]})")
+
+
+@app.command()
+def preprocess(
+    source: Annotated[str, typer.Option("--source", help="GSM8K JSONL, Parquet, a folder, s3://..., or a dataset id.")],
+    local_dir: Annotated[str, typer.Option("--local_dir", "--local-dir", help="Folder or s3:// place to write to.")],
+) -> None:
+    """Write training data as Parquet in verl's schema."""
+    from ratchet.data.sources import preprocess as convert
+
+    for name, rows in convert(source, local_dir).items():
+        typer.echo(f"{name}: {rows} rows")
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Lines of {completion, ground_truth}.")],
+    data_source: Annotated[str, typer.Option("--data-source", help="Names the reward.")] = "openai/gsm8k",
+    mode: Annotated[
+        Mode, typer.Option("--mode", help="How an answer is read; strict and flexible are verl's.")
+    ] = "default",
+) -> None:
+    """Grade a file: one JSON line for each of its lines, in order."""
+    from ratchet.rewards.score_file import score_lines
+
+    for line in score_lines(file, data_source=data_source, mode=mode):
+        typer.echo(json.dumps(line, ensure_ascii=False))
+
+
+@app.command()
+def evaluate(run: RunArgument, step: StepOption) -> None:
+    """Measure held-out accuracy of the policy that a step published. Takes the run over if that is not done yet."""
+    from ratchet.grains.entry import take_over
+    from ratchet.stages.evaluate import Evaluate
+
+    opened = _open_run(run)
+    manifest = opened.manifest(Evaluate.name, step)
+    if manifest is None:
+        with take_over(opened, _newest_config(opened)) as session:
+            manifest = session.run(Evaluate(), step)
+    for name, value in sorted(manifest.provenance.metrics.items()):
+        typer.echo(f"{name}: {value:.6g}")
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    step: StepOption,
+    to: Annotated[Path, typer.Option("--to", help="Folder to write; must not exist.")],
+) -> None:
+    """Write a step's policy as a Hugging Face folder, proven to reload. Takes the run over if that is not done yet."""
+    from ratchet.grains.entry import take_over
+    from ratchet.stages.checkpoint_export import CheckpointExport
+    from ratchet.store.artifacts import read_folder
+
+    if to.exists():
+        raise typer.BadParameter(f"{to} exists already", param_hint="--to")
+    opened = _open_run(run)
+    manifest = opened.manifest(CheckpointExport.name, step)
+    if manifest is None:
+        with take_over(opened, _newest_config(opened)) as session:
+            manifest = session.run(CheckpointExport(), step)
+    read_folder(opened.store, manifest.output("export"), to)
+    typer.echo(f"{to}: policy of step {step}")
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", help="Show this step's best and worst completion.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a step.")] = False,
+) -> None:
+    """Show a run: its steps with their metrics, or one step's completions with their rewards."""
+    from ratchet.tracking.show import completion_lines, step_lines
+
+    opened = _open_run(run)
+    lines = step_lines(opened, as_json=as_json) if step is None else completion_lines(opened, step)
+    for line in lines:
+        typer.echo(line)
+
+
+def _open_run(place: str) -> "Run":
+    from ratchet.errors import NotCommittedError
+    from ratchet.store.run import Run
+
+    root, _, run_id = place.rstrip("/").rpartition("/")
+    run = Run(root or ".", run_id)
+    if run.newest_epoch() == 0:
+        raise NotCommittedError(f"no run at {run.uri}: nobody has claimed it")
+    return run
+
+
+def _newest_config(run: "Run") -> "RunConfig":
+    from ratchet.config import parse_config
+
+    epoch = run.newest_epoch()
+    return parse_config(run.submission(epoch)["config"], source=f"submission {epoch} of {run.uri}")
+
+
+@contextmanager
+def _progress(config: "RunConfig") -> Iterator[tuple[Callable[[str, bool], None], Callable[[str], None]]]:
+    """Yield a stage listener and a line printer: a progress bar on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield (lambda place, is_committed: None), typer.echo
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} steps"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=config.trainer.total_training_steps)
+
+        def listen(place: str, is_committed: bool) -> None:
+            is_step = is_committed and place.endswith("/policy_update") and not place.startswith("step-000000/")
+            bar.update(task, description=place, advance=1 if is_step else 0)
+
+        yield listen, lambda line: bar.console.print(line, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

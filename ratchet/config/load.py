@@ -1,0 +1,106 @@
+"""From YAML and dotted overrides to a checked RunConfig; errors name the key and the nearest one that exists."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ratchet.config.schema import RunConfig
+from ratchet.errors import ConfigError
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, if one is given, then apply `key.subkey=value` overrides in order; values are YAML."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+        tree = _mapping(text, str(path))
+    return parse_config(tree, overrides, source=str(path) if path else "the command line")
+
+
+def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
+    """Check a nested mapping plus overrides; every fault is named in one ConfigError."""
+    merged = _copy(tree)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"override {override!r}: expected key.subkey=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+        _set(merged, key.strip().split("."), value)
+    try:
+        return RunConfig.model_validate(_drop_empty(merged))
+    except ValidationError as error:
+        faults = "\n".join(f"  {line}" for line in _faults(error))
+        raise ConfigError(f"{source} does not make a run:\n{faults}") from error
+
+
+def parse_text(text: str, overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
+    """Check YAML text plus overrides."""
+    return parse_config(_mapping(text, source), overrides, source=source)
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _mapping(text: str, source: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
+    return tree
+
+
+def _faults(error: ValidationError) -> Iterator[str]:
+    keys = list(known_keys())
+    sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, keys + sections, n=1, cutoff=0.0)[0]
+            same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+            yield f"{key}: no such key; the nearest is {same_name[0] if same_name else near}"
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            yield f"{key}: {message}, but it is {fault['input']!r}" if key else message
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        inner = tree.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {'.'.join(path)}: {name} is {inner!r}, not a section")
+        tree = inner
+    tree[path[-1]] = value
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+
+
+def _drop_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out sections that a YAML file names without content."""
+    return {
+        key: _drop_empty(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None or key not in RunConfig.model_fields
+    }

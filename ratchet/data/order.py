@@ -1,0 +1,35 @@
+"""Which prompts a step uses, and the seed of every sample; both depend on the run's seed and on keys only.
+
+An epoch's last batch may be smaller, so that no prompt is dropped and none stands twice in a step.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+
+def steps_per_epoch(num_prompts: int, batch_size: int) -> int:
+    """Return ceil(num_prompts / batch_size)."""
+    return math.ceil(num_prompts / batch_size)
+
+
+def batch_positions(step: int, prompt_ids: Sequence[str], batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
+    """Return the positions of the prompts of `step` (steps start at 1), in order.
+
+    Every epoch passes over all prompts once. With `shuffle` its order is that of sha256(seed, epoch, prompt_id).
+    """
+    per_epoch = steps_per_epoch(len(prompt_ids), batch_size)
+    epoch, place = divmod(step - 1, per_epoch)
+    order = list(range(len(prompt_ids)))
+    if shuffle:
+        order.sort(key=lambda position: _digest("order", seed, epoch, prompt_ids[position]))
+    return order[place * batch_size : (place + 1) * batch_size]
+
+
+def sample_seed(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """Return the sample's seed, 0 <= seed < 2**63."""
+    return int.from_bytes(_digest("sample", seed, step, prompt_id, sample_index)[:8], "big") >> 1
+
+
+def _digest(purpose: str, *parts: int | str) -> bytes:
+    return hashlib.sha256("\x1f".join([purpose, *map(str, parts)]).encode()).digest()

@@ -1,0 +1,154 @@
+"""Turns one record that a user brings into one row of verl's prompt schema.
+
+The trap: Parquet fills keys that other rows have with None, and files disagree about the type of `extra_info.index`
+and of the ground truth. Here None keys are left out and the ground truth is text; ids keep their type.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ratchet.errors import DataError
+
+GSM8K: Final = "openai/gsm8k"
+INSTRUCTION: Final = 'Let\'s think step by step and output the final answer after "####".'
+"""What verl's preprocessing appends to every GSM8K question, after one space."""
+
+_GROUND_TRUTH_KEYS = ("reward_model", "ground_truth", "answer")
+_REFERENCE = re.compile(r"#### (-?[0-9.,]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """What the policy is asked and how it is judged.
+
+    Example: PromptRow("openai/gsm8k", [{"role": "user", "content": "Natalia sold ..."}], "math",
+    {"style": "rule", "ground_truth": "72"}, {"index": 0, "split": "train"}).
+    """
+
+    data_source: str
+    """Selects the reward function."""
+    prompt: list[dict[str, str]]
+    """Chat messages of "role" and "content"."""
+    ability: str
+    reward_model: dict[str, str]
+    """"style" and "ground_truth"."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the record says; no value is None."""
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without None entries of mappings, at any depth; mappings that are left empty go too."""
+    if isinstance(value, Mapping):
+        kept = {str(key): without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: entry for key, entry in kept.items() if entry != {}}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def reference_answer(answer: str, where: str) -> str:
+    """The ground truth of a GSM8K reference answer: what follows its "#### ", without commas."""
+    match = _REFERENCE.search(answer)
+    if match is None:
+        raise DataError(f"{where}: expected an answer with '#### <number>', got {answer[-80:]!r}")
+    return match[1].replace(",", "")
+
+
+def gsm8k_row(question: str, answer: str, *, split: str, index: int, data_source: str = GSM8K, where: str) -> PromptRow:
+    """The row that verl's `examples/data_preprocess/gsm8k.py` writes for one GSM8K problem; `index` counts from 0."""
+    return PromptRow(
+        data_source=data_source,
+        prompt=[{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        ability="math",
+        reward_model={"style": "rule", "ground_truth": reference_answer(answer, where)},
+        extra_info={"answer": answer, "index": index, "question": question, "split": split},
+    )
+
+
+def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: expected the prompt to be a text or a list of messages, got {prompt!r:.80}")
+    messages = []
+    for message in prompt:
+        message = without_nulls(message)
+        is_message = isinstance(message, dict) and set(message) == {"role", "content"}
+        if not is_message or not all(isinstance(text, str) for text in message.values()):
+            raise DataError(f"{where}: expected messages of the texts role and content, got {message!r:.120}")
+        messages.append({"role": message["role"], "content": message["content"]})
+    return messages
+
+
+def _ground_truth_text(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return reference_answer(value, where) if "####" in value else value
+    if value is None or isinstance(value, bool):
+        raise DataError(f"{where}: expected a ground truth, got {value!r}")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # 72.0: pandas makes floats of a column of integers that has a gap
+    return json.dumps(value, sort_keys=True, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def _reward_model(record: Mapping[str, Any], where: str) -> dict[str, str]:
+    stated = record.get("reward_model")
+    if isinstance(stated, Mapping) and stated.get("ground_truth") is not None:
+        text = _ground_truth_text(stated["ground_truth"], f"{where}, reward_model")
+        return {"style": str(stated.get("style") or "rule"), "ground_truth": text}
+    for key in _GROUND_TRUTH_KEYS[1:]:
+        if record.get(key) is not None:
+            return {"style": "rule", "ground_truth": _ground_truth_text(record[key], f"{where}, {key}")}
+    raise DataError(
+        f"{where}: expected a ground truth in the column answer, ground_truth or reward_model, got the columns "
+        f"{', '.join(record)}; add one of them (preference or demonstration data without ground truth cannot be "
+        "scored by a reward function: use it with an offline objective)"
+    )
+
+
+def _prompt_row(
+    record: Mapping[str, Any], prompt_key: str, *, split: str, index: int, data_source: str, where: str
+) -> PromptRow:
+    reward_model = _reward_model(record, where)
+    source = record.get("data_source") or data_source
+    extra = without_nulls(record.get("extra_info") or {})
+    if not isinstance(extra, dict):
+        raise DataError(f"{where}: expected extra_info to be an object, got {type(extra).__name__}")
+    known = {prompt_key, "data_source", "ability", "reward_model", "ground_truth", "extra_info"}
+    others = {key: value for key, value in without_nulls(record).items() if key not in known}
+    return PromptRow(
+        data_source=str(source),
+        prompt=_messages(record[prompt_key], f"{where}, {prompt_key}"),
+        ability=str(record.get("ability") or "general"),
+        reward_model=reward_model,
+        extra_info={**others, "split": split, "index": index, **extra} if "extra_info" not in record else extra,
+    )
+
+
+def row_from_record(
+    record: Mapping[str, Any],
+    *,
+    split: str,
+    index: int,
+    data_source: str | None,
+    fallback_source: str,
+    prompt_key: str,
+    where: str,
+) -> PromptRow:
+    """One row from a JSON object or Parquet record; `where` begins every DataError.
+
+    Records with `prompt_key` keep their own data_source, else take `data_source`, else `fallback_source`. Records with
+    question and answer are GSM8K's. Anything else is refused, naming the columns that are there.
+    """
+    if record.get(prompt_key) is not None:
+        source = data_source or fallback_source
+        return _prompt_row(record, prompt_key, split=split, index=index, data_source=source, where=where)
+    question, answer = record.get("question"), record.get("answer")
+    if isinstance(question, str) and isinstance(answer, str):
+        return gsm8k_row(question, answer, split=split, index=index, data_source=data_source or GSM8K, where=where)
+    present = [key for key, value in record.items() if value is not None]
+    missing = "answer" if question is not None else prompt_key
+    raise DataError(
+        f"{where}: no column {missing!r}; expected {prompt_key} with a ground truth, or question and answer as texts, "
+        f"got {', '.join(present) or 'no columns'}"
+    )

@@ -1,0 +1,109 @@
+"""One Arrow schema for each table that a stage commits; the only place where columns are declared.
+
+A stage adds a table and never rewrites one. Rows join by key, never by position: `prompt_id` for prompts,
+(`group_id`, `sample_index`) for everything that belongs to a rollout. No table holds a time, an attempt or a run id, so
+that equal work gives equal bytes.
+"""
+
+import pyarrow as pa
+
+ROLLOUT_KEY = ("group_id", "sample_index")
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+PROMPTS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        # JSON text: files from the wild disagree about the types inside (index is int64 in one, a UUID in another).
+        ("extra_info", pa.string()),
+    ]
+)
+"""What the policy is asked. `prompt_id` is `<split>-<row>`; the other columns are verl's.
+
+Example: ("train-0000000", "openai/gsm8k", [{"role": "user", "content": "Natalia sold ..."}], "math",
+{"style": "rule", "ground_truth": "72"}, '{"index": 0, "split": "train"}').
+"""
+
+_KEY: list[tuple[str, pa.DataType]] = [("group_id", pa.string()), ("sample_index", pa.int32())]
+
+ROLLOUTS = pa.schema(
+    [
+        *_KEY,
+        ("prompt_id", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("completion_token_ids", pa.list_(pa.int32())),
+        ("completion", pa.string()),
+        ("sampler_log_probs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int64()),
+        ("seed", pa.int64()),
+    ]
+)
+"""One sampled completion: exactly the token ids that were sampled; `completion` is their text, for rewards and people.
+
+`group_id` is `<step>/<prompt_id>`. `sampler_log_probs` (nats, at the sampling temperature) has one entry per completion
+token, the end token included, or is null. `finish_reason` is "stop" or "length". `seed` names the sample's noise.
+
+Example: ("000003/train-0000007", 0, "train-0000007", [1, 4093, 198], [24, 2], "6", [-0.11, -0.02], "stop", 2, 77123).
+"""
+
+REWARDS = pa.schema(
+    [
+        *_KEY,
+        ("reward", pa.float64()),
+        ("reward_breakdown", pa.map_(pa.string(), pa.float64())),
+        ("extracted", pa.string()),
+        ("is_parseable", pa.bool_()),
+        ("error", pa.string()),
+    ]
+)
+"""One reward per rollout. `extracted` is the answer as it was read, null where none was found (`is_parseable` false).
+
+Example: ("000003/train-0000007", 0, 1.0, {"gsm8k": 1.0}, "6", true, null).
+"""
+
+
+def scores(role: str) -> pa.Schema:
+    """Log-probs (nats, at the sampling temperature) of the sampled tokens under `role`: "policy" or "reference"."""
+    return pa.schema([*_KEY, (f"{role}_log_probs", pa.list_(pa.float32()))])
+
+
+TRAJECTORIES = pa.schema(
+    [
+        *_KEY,
+        ("advantages", pa.list_(pa.float32())),
+        ("returns", pa.list_(pa.float32())),
+        ("token_rewards", pa.list_(pa.float32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("behaviour_log_probs", pa.list_(pa.float32())),
+        ("behaviour_source", pa.string()),
+        ("group_reward_mean", pa.float64()),
+        ("group_reward_std", pa.float64()),
+        ("group_size", pa.int32()),
+    ]
+)
+"""A rollout once scored: one entry per completion token in every list. `behaviour_source` is "sampler" or "policy".
+
+Example: ("000003/train-0000007", 0, [0.7, 0.7], [1.0, 1.0], [0.0, 1.0], [true, true], [-0.11, -0.02], "sampler",
+0.5, 0.707, 2).
+"""
+
+EVALUATIONS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("data_source", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("completion_token_ids", pa.list_(pa.int32())),
+        ("completion", pa.string()),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("extracted", pa.string()),
+        ("is_parseable", pa.bool_()),
+    ]
+)
+"""One held-out completion and its reward, sampled with the validation settings."""

@@ -1,0 +1,172 @@
+"""Reads the prompts that users bring, wherever they are, into rows of verl's schema.
+
+A source is a file (JSON Lines or Parquet), a folder with one file a split, the same below `s3://`, the id of a data set
+on the hub, or `ratchet/word-problems?level=1&size=512&seed=0`. The trap: `openai/gsm8k` is a path before it is an id; a
+local file or folder of that name wins.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl
+
+from ratchet.data import word_problems
+from ratchet.data.json_lines import json_lines_of
+from ratchet.data.prompt_rows import GSM8K, PromptRow, gsm8k_row, row_from_record
+from ratchet.data.verl_parquet import parquet_records, write_verl_parquet
+from ratchet.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PromptRow", "load_rows", "preprocess", "split_of_file", "write_verl_parquet"]
+
+WORD_PROBLEMS = "ratchet/word-problems"
+_SUFFIXES = (".parquet", ".jsonl", ".json")
+_DATASET_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_HUB_CONFIGS = {GSM8K: "main", "gsm8k": "main"}
+_SPLITS = ("train", "test")
+
+
+def load_rows(spec: str, *, split: str, data_source: str | None = None, prompt_key: str = "prompt") -> list[PromptRow]:
+    """All rows of a source, in its order; `split` is "train" or "test".
+
+    `split` picks the file of a folder or the part of a data set, and goes into GSM8K's rows; a single file is read
+    whole. `data_source` is for rows that name none themselves. DataError names the file, and the line or row.
+    """
+    spec = spec.removeprefix("json:").removeprefix("file://") if not spec.startswith("s3://") else spec
+    options = {"split": split, "data_source": data_source, "prompt_key": prompt_key}
+    if spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists():
+        rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
+    elif spec.startswith("s3://") or Path(spec).exists():
+        rows = [row for name, body in _files(spec, split) for row in _rows_of_file(name, body, **options)]
+    elif _is_dataset_id(spec):
+        records = enumerate(_hub_records(spec, split))
+        rows = [_row(record, f"{spec}, row {index}", index, spec, **options) for index, record in records]
+    else:
+        raise DataError(f"{spec}: no such file or folder, and not the id of a data set (expected owner/name)")
+    if not rows:
+        raise DataError(f"{spec}: expected at least one row, got none")
+    _count_duplicates(rows, spec)
+    return rows
+
+
+def _row(record: dict[str, Any], where: str, index: int, fallback_source: str, **options: Any) -> PromptRow:
+    return row_from_record(record, index=index, fallback_source=fallback_source, where=where, **options)
+
+
+def _rows_of_file(name: str, body: bytes, **options: Any) -> Iterator[PromptRow]:
+    is_parquet = name.endswith(".parquet")
+    records = parquet_records(body, name) if is_parquet else json_lines_of(body, name)
+    for index, (number, record) in enumerate(records):
+        where = f"{name}, {'row' if is_parquet else 'line'} {number}"
+        yield _row(record, where, index, PurePosixPath(name).stem, **options)
+
+
+def _files(spec: str, split: str) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of the files that hold `split` at a local or s3:// place."""
+    from ratchet.store import open_store
+
+    if not spec.startswith("s3://") and Path(spec).is_file():
+        if not spec.endswith(_SUFFIXES):
+            raise DataError(f"{spec}: expected a file that ends in {', '.join(_SUFFIXES)}")
+        try:
+            yield spec, Path(spec).read_bytes()
+        except OSError as error:
+            raise DataError(f"{spec}: cannot be read ({error.strerror})") from error
+        return
+    if spec.endswith(_SUFFIXES):
+        folder, _, key = spec.rpartition("/")
+        yield spec, open_store(folder).get(key)
+        return
+    store = open_store(spec.rstrip("/"))
+    keys = [info.key for info in store.list_objects("")]
+    # A shard of the hub's own layout is `main/train-00000-of-00001.parquet`.
+    pattern = re.compile(rf"(?:(?:main|data)/)?{re.escape(split)}(?:-\d+-of-\d+)?\.(parquet|jsonl|json)")
+    found = [(key, match[1]) for key in keys if (match := pattern.fullmatch(key)) is not None]
+    if not found:
+        raise DataError(
+            f"{spec}: expected {split}.parquet or {split}.jsonl, got {', '.join(keys[:10]) or 'an empty folder'}"
+        )
+    kinds = sorted({(str(PurePosixPath(key).parent), kind) for key, kind in found})
+    if len(kinds) > 1:
+        raise DataError(f"{spec}: expected one file for the split {split}, got {', '.join(key for key, _ in found)}")
+    for key, _ in found:
+        yield f"{spec.rstrip('/')}/{key}", store.get(key)
+
+
+def _is_dataset_id(spec: str) -> bool:
+    return _DATASET_ID.fullmatch(spec) is not None and not spec.endswith(_SUFFIXES)
+
+
+def _hub_records(dataset_id: str, split: str) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DataError(f"{dataset_id}: data sets of the hub need the package `datasets`") from error
+    try:
+        table = datasets.load_dataset(dataset_id, _HUB_CONFIGS.get(dataset_id), split=split)
+    except (OSError, ValueError) as error:  # unreachable, offline (HF_HUB_OFFLINE), unknown id, unknown split
+        _refuse_hub(dataset_id, split, error)
+    yield from (dict(record) for record in table)
+
+
+def _refuse_hub(dataset_id: str, split: str, error: Exception) -> NoReturn:
+    raise DataError(
+        f"{dataset_id}: no local file or folder of that name, and the split {split!r} could not be had from the hub "
+        f"({type(error).__name__}: {str(error)[:200]}); give a JSONL or Parquet file, or {WORD_PROBLEMS}?level=1"
+    ) from error
+
+
+def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
+    defaults = {"level": 1, "size": 512, "seed": 0}
+    given = dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True))
+    for key, text in given.items():
+        if key not in defaults or not re.fullmatch(r"\d{1,9}", text):
+            raise DataError(f"{spec}: expected integers for level, size and seed, got {key}={text}")
+        defaults[key] = int(text)
+    problems = word_problems.generate(split=split, **defaults)
+    return [
+        gsm8k_row(each["question"], each["answer"], split=split, index=index, data_source=data_source, where=spec)
+        for index, each in enumerate(problems)
+    ]
+
+
+def _count_duplicates(rows: list[PromptRow], spec: str) -> None:
+    distinct = {tuple((message["role"], message["content"]) for message in row.prompt) for row in rows}
+    if len(distinct) < len(rows):
+        logger.warning("%s: %d of %d rows repeat an earlier prompt", spec, len(rows) - len(distinct), len(rows))
+
+
+def split_of_file(path: str) -> str:
+    """ "test" for names like `test.jsonl` or `gsm8k-test.parquet`, else "train"."""
+    words = re.split(r"[^a-z]+", PurePosixPath(path).stem.lower())
+    return "test" if "test" in words else "train"
+
+
+def preprocess(
+    source: str, local_dir: str, *, data_source: str | None = None, prompt_key: str = "prompt"
+) -> dict[str, int]:
+    """Write `source` as verl's train.parquet and test.parquet in a local folder or below s3://; rows by file written.
+
+    A single file gives the one split that its name says (`split_of_file`); a folder gives the splits it has; data sets
+    and generated problems give both. Everything is read before anything is written.
+    """
+    location = source.removeprefix("json:")
+    splits: tuple[str, ...] = _SPLITS
+    if location.endswith(_SUFFIXES):
+        splits = (split_of_file(location),)
+    elif location.startswith("s3://") or Path(location).is_dir():
+        from ratchet.store import open_store
+
+        keys = [PurePosixPath(info.key).name for info in open_store(location.rstrip("/")).list_objects("")]
+        present = tuple(split for split in _SPLITS if any(re.match(rf"{split}[-.]", key) for key in keys))
+        splits = present or ("train",)
+    loaded = {split: load_rows(source, split=split, data_source=data_source, prompt_key=prompt_key) for split in splits}
+    written = {}
+    for split, rows in loaded.items():
+        path = f"{local_dir.rstrip('/')}/{split}.parquet"
+        write_verl_parquet(rows, path)
+        written[path] = len(rows)
+    return written

@@ -1,0 +1,287 @@
+"""Model folders in Hugging Face's layout: found, checked and loaded the same way by every engine.
+
+Trap: transformers fills a weight that the files lack with random numbers and only warns, and a chat template's text
+tokenised a second time gains a second BOS; `load_causal_lm` refuses the first, `chat_prompt_ids` cannot do the second.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ratchet.errors import DataError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called "float32", "bfloat16" or "float16"."""
+    if name not in _DTYPES:
+        raise EngineError(f"expected a dtype of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+def torch_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the current GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_model_folder(path_or_id: str, *, revision: str | None = None) -> Path:
+    """A checked local folder for a path or for a hub id such as "org/name".
+
+    A folder that exists wins over the hub. From the hub only safetensors and tokenizer files are taken. Raises
+    EngineError where there is no such folder, where the hub cannot be reached, or from `check_model_folder`.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.exists():
+        return check_model_folder(folder)
+    if not _HUB_ID.fullmatch(path_or_id):
+        raise EngineError(f"model folder {path_or_id!r} does not exist")
+    try:
+        snapshot = snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise EngineError(
+            f"model {path_or_id!r} is neither a local folder nor a hub model that could be downloaded: {error}"
+        ) from error
+    return check_model_folder(Path(snapshot))
+
+
+def check_model_folder(folder: Path) -> Path:
+    """Return `folder` if it holds config.json, safetensors weights and a tokenizer, and no link that leads elsewhere.
+
+    Weights in pickle files are refused: loading them would run code. A snapshot in the hub's cache may link to its own
+    repository's blobs.
+    """
+    if not folder.is_dir():
+        raise EngineError(f"expected a model folder, got {str(folder)!r}, which is no folder")
+    _check_links(folder)
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"model folder {str(folder)!r} has no config.json")
+    if not weight_files(folder):
+        pickled = sorted(path.name for pattern in _PICKLED_WEIGHTS for path in folder.glob(pattern))
+        found = f"only pickled weights ({', '.join(pickled)}), which are not loaded" if pickled else "no weights"
+        raise EngineError(f"model folder {str(folder)!r} has {found}; expected *.safetensors")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise EngineError(f"model folder {str(folder)!r} has no tokenizer; expected tokenizer.json")
+    return folder
+
+
+def _check_links(folder: Path) -> None:
+    allowed = folder.resolve()
+    if allowed.parent.name == "snapshots" and allowed.parent.parent.name.startswith("models--"):
+        allowed = allowed.parent.parent
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(allowed):
+            raise EngineError(f"{str(path)!r} links to {str(path.resolve())!r}, outside the model folder")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model: those of the index where there is one, else all in the folder."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise EngineError(f"{str(index)!r} names {name!r}, which is no file of the model folder")
+    return [folder / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise EngineError(f"expected a JSON object in {str(path)!r}, got {type(content).__name__}")
+    return content
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer, which must have a chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise EngineError(f"tokenizer in {str(folder)!r} has no chat template; prompts are chat messages")
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The folder's model configuration; EngineError for an architecture that transformers itself does not have."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"configuration in {str(folder)!r} cannot be loaded: {error}") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def load_causal_lm(
+    folder: Path, dtype: torch.dtype | str, *, device: str | torch.device = "cpu", attn: str = "sdpa"
+) -> PreTrainedModel:
+    """The folder's model in `dtype` on `device`, in eval mode, without code from the folder.
+
+    Raises EngineError where the files lack a weight or hold one of another shape. A model that caps its attention
+    logits (Gemma 2) attends by "eager" instead of "sdpa", which would leave the cap out.
+    """
+    dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    if attn == "sdpa" and getattr(load_config(folder).get_text_config(), "attn_logit_softcapping", None):
+        attn = "eager"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attn,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise EngineError(f"model in {str(folder)!r} cannot be loaded: {error}") from error
+    model, info = loaded
+    assert isinstance(model, PreTrainedModel)
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info[kind])
+    if wrong:
+        raise EngineError(f"model in {str(folder)!r} lacks weights or has them in other shapes: {_some(wrong)}")
+    if info["unexpected_keys"]:
+        logger.warning("weights that the model has no place for: %s", _some(sorted(info["unexpected_keys"])))
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    model.train(False)
+    return model
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Most tokens that prompt and completion may have together, or None where the configuration sets no limit."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
+
+
+def chat_prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of `messages` ({"role", "content"}) up to where the assistant's completion begins.
+
+    Special tokens are the template's alone: rendered and tokenised in one go, so that the tokenizer adds no second BOS.
+    """
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise DataError(f"chat template refused the messages {list(messages)!r}: {error}") from error
+    return [int(token_id) for token_id in encoded["input_ids"]]
+
+
+def end_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+    """Every token id that ends a completion: of generation_config.json, of config.json and the tokenizer's EOS.
+
+    The three often disagree: chat models end turns with one token and texts with another.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        content = _read_json(path) if path.is_file() else {}
+        for part in (content, content.get("text_config") or {}):
+            ids = part.get("eos_token_id")
+            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    tokenizer_eos = (tokenizer or load_tokenizer(folder)).eos_token_id
+    if isinstance(tokenizer_eos, int):
+        found.add(tokenizer_eos)
+    if not found:
+        raise EngineError(f"model folder {str(folder)!r} names no end token: no completion would ever stop")
+    return frozenset(found)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of `token_ids` without special tokens, spaces as they were sampled."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The weights of a model under their Hugging Face names."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name to shape of every weight, tied copies included."""
+    tied: Mapping[str, str]
+    """Name of a tied copy to the weight that it shares: {"lm_head.weight": "model.embed_tokens.weight"}."""
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module) -> "WeightLayout":
+        """The layout of a model in memory."""
+        first: dict[int, str] = {}
+        tied = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            original = first.setdefault(id(parameter), name)
+            if original != name:
+                tied[name] = original
+        return cls({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tied)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "WeightLayout":
+        """The layout of the model that the folder's config.json describes; no weight is read."""
+        with torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(load_config(folder))  # type: ignore[no-untyped-call]
+        return cls.of_model(model)
+
+
+def check_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """`weights` by name, once each, in the model's shapes, with nothing missing; tied copies are left out.
+
+    `shapes` and `tied` are those of a WeightLayout. A tied copy may be missing; if it comes, it must be equal. Raises
+    EngineError on anything else, so that nothing is loaded from a set that does not fit.
+    """
+    given: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        shape = shapes.get(tied.get(name, name))
+        if shape is None:
+            raise EngineError(f"unknown weight {name!r}: the model has {len(shapes)} others, such as {_some(shapes)}")
+        if tuple(tensor.shape) != shape:
+            raise EngineError(f"weight {name!r} has shape {tuple(tensor.shape)}, expected {shape}")
+        if name in given:
+            raise EngineError(f"weight {name!r} came twice")
+        given[name] = tensor
+    missing = sorted(name for name in shapes if name not in given and name not in tied)
+    if missing:
+        raise EngineError(f"{len(missing)} of {len(shapes)} weights are missing: {_some(missing)}")
+    for name, original in tied.items():
+        copy = given.pop(name, None)
+        if copy is not None and not torch.equal(copy.to(given[original].device), given[original]):
+            raise EngineError(f"weight {name!r} is tied to {original!r} in this model, but their values differ")
+    return given
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")

@@ -1,0 +1,117 @@
+"""Causal attention over sequences packed one after another, each seeing only itself.
+
+Trap: a dense block-diagonal mask costs memory and time with the square of the packed length, and models with
+soft-capped attention scores are silently wrong under `sdpa`. Here no mask over the packed length ever exists: on a
+GPU one variable-length flash kernel runs over the borders, elsewhere each sequence is attended to on its own.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ratchet.errors import EngineError
+
+PACKED_ATTENTION = "ratchet_packed"
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch `model` to packed attention; every forward must then be given `attention_arguments` of its batch.
+
+    Raises EngineError for a model whose attention cannot be exchanged.
+    """
+    model.set_attn_implementation(PACKED_ATTENTION)
+    if model.config._attn_implementation != PACKED_ATTENTION:
+        raise EngineError(f"expected a model whose attention can be exchanged, got {type(model).__name__}")
+
+
+def attention_arguments(sequence_lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a packed forward. Example: sequence_lengths [3, 2] gives borders [0, 3, 5]."""
+    borders = torch.tensor([0, *accumulate(sequence_lengths)], dtype=torch.int32, device=device)
+    return {"sequence_lengths": sequence_lengths, "sequence_borders": borders}
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sequence_lengths: list[int] | None = None,
+    sequence_borders: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attention as the transformers library calls it: query [1, heads, T, head_dim] to [1, T, heads, head_dim]."""
+    if sequence_lengths is None or sequence_borders is None or sum(sequence_lengths) != query.shape[2]:
+        raise EngineError(f"expected sequence lengths that sum to {query.shape[2]}, got {sequence_lengths}")
+    if unused.get("s_aux") is not None:
+        raise EngineError("attention sinks are not supported by packed attention")
+    longest = max(sequence_lengths)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+        return _flash(query, key, value, sequence_borders, longest, scaling, window), None
+    split = (torch.split(heads, sequence_lengths, dim=2) for heads in (query, key, value))
+    pieces = [_attend(*one, scaling=scaling, window=window, softcap=softcap) for one in zip(*split, strict=True)]
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    group = query.shape[1] // key.shape[1]
+    flat = query[0].transpose(0, 1)
+    # The kernel of torch 2.11 takes as many key heads as query heads.
+    keys, values = (heads[0].transpose(0, 1).repeat_interleave(group, dim=1) for heads in (key, value))
+    size = (-1 if window is None else window - 1, 0)
+    attended = varlen_attn(flat, keys, values, borders, borders, longest, longest, scale=scaling, window_size=size)
+    assert isinstance(attended, Tensor)
+    return attended.unsqueeze(0)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """One sequence: query [1, heads, length, head_dim], key and value with as many heads or a divisor of them."""
+    length = query.shape[2]
+    if window is not None and window >= length:
+        window = None
+    if window is None and softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    place = torch.arange(length, device=query.device)
+    distance = place[:, None] - place[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if softcap is None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The mask that transformers builds for packed attention: none, since the lengths say it all."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

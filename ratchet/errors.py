@@ -1,0 +1,50 @@
+"""Every error that Ratchet raises on purpose.
+
+    RatchetError
+    |- ConfigError (ValueError)          a run configuration that cannot work
+    |- DataError (ValueError)            a row, file or column that cannot be used
+    |- NumericsError (ArithmeticError)   a non-finite reward, loss, gradient or weight
+    |- EngineError (RuntimeError)        a model that cannot be loaded, sampled or trained
+    `- StoreError (OSError)              object storage that cannot be read or written
+       |- NotCommittedError              an artifact that no manifest names yet
+       |- CommitConflictError            a manifest that exists with other content
+       `- OwnershipLostError             another runner has claimed the run
+
+Each is also the standard library's type, so that callers who know nothing of Ratchet can catch it.
+"""
+
+
+class RatchetError(Exception):
+    """Base of all errors that are raised on purpose."""
+
+
+class ConfigError(RatchetError, ValueError):
+    """A run configuration that cannot work; names the key, what was expected and what came."""
+
+
+class DataError(RatchetError, ValueError):
+    """A row, file or column that cannot be used; names the place."""
+
+
+class NumericsError(RatchetError, ArithmeticError):
+    """A number that is not finite where the run cannot go on without it."""
+
+
+class EngineError(RatchetError, RuntimeError):
+    """A model that cannot be loaded, sampled or trained."""
+
+
+class StoreError(RatchetError, OSError):
+    """Object storage that cannot be read or written."""
+
+
+class NotCommittedError(StoreError):
+    """An artifact was asked for that no manifest names; the fence between stages."""
+
+
+class CommitConflictError(StoreError):
+    """A manifest exists already, with other inputs, configuration or content."""
+
+
+class OwnershipLostError(StoreError):
+    """Another runner has claimed the run; this one must not commit any more."""

@@ -1,0 +1,88 @@
+"""The policy update on several processes of one node, under torchrun.
+
+Rank 0 runs the stage to its commit; every other rank computes the same stage with it, since the trainer's calls are
+collective, and writes nothing.
+"""
+
+import argparse
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from ratchet.config import RunConfig, parse_config
+from ratchet.errors import ConfigError, EngineError
+from ratchet.stages.base import Context, run_stage
+from ratchet.stages.policy_update import PolicyUpdate
+from ratchet.stages.residents import Residents
+from ratchet.store.artifacts import scratch
+from ratchet.store.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def processes(config: RunConfig) -> int:
+    """Return the trainer's processes; more than one needs stage grain, where each update has processes of its own."""
+    count = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if count > 1 and config.trainer.grain != "stage":
+        raise ConfigError(
+            f"trainer.n_gpus_per_node x trainer.nnodes is {count}, and trainer.grain is {config.trainer.grain}: "
+            "training on several processes needs trainer.grain=stage in this version"
+        )
+    if config.trainer.nnodes > 1:
+        raise ConfigError(f"trainer.nnodes is {config.trainer.nnodes}: this version trains on one node")
+    return count
+
+
+def launch(run: Run, step: int, count: int) -> None:
+    """Run the policy update of `step` on `count` processes, under the epoch that this process holds."""
+    owner = run.check_ownership()
+    arguments = ["--root", run.root, "--run-id", run.run_id, "--epoch", str(owner.epoch), "--step", str(step)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    with scratch() as shared:
+        program = ["-m", "ratchet.grains.distributed", *arguments, "--shared-folder", str(shared)]
+        finished = subprocess.run([*torchrun, *program], check=False)
+    run.forget()
+    if finished.returncode != 0:
+        raise EngineError(
+            f"the policy update of step {step} on {count} processes ended with code {finished.returncode}"
+        )
+
+
+def main() -> None:
+    """Run as one of torchrun's processes."""
+    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--shared-folder", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    run = Run(arguments.root, arguments.run_id)
+    config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}")
+    residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), PolicyUpdate()
+    try:
+        if residents.is_main:
+            run_stage(stage, run, config, arguments.step, residents)
+        elif run.manifest(stage.name, arguments.step) is None:
+            inputs = stage.inputs(run, config, arguments.step)
+            stage.compute(
+                Context(
+                    run=run,
+                    config=config,
+                    step=arguments.step,
+                    inputs=inputs,
+                    store=run.store,
+                    folder="",
+                    residents=residents,
+                    keep_trainer_state=True,
+                )
+            )
+    finally:
+        residents.close()
+
+
+if __name__ == "__main__":
+    main()

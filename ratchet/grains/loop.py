@@ -1,0 +1,80 @@
+"""How stages are composed in one process: what comes before training, a step, a segment of steps, a whole run."""
+
+from ratchet.errors import ConfigError
+from ratchet.grains.session import Session
+from ratchet.stages.base_policy import BasePolicy
+from ratchet.stages.checkpoint_export import CheckpointExport
+from ratchet.stages.evaluate import Evaluate
+from ratchet.stages.graph import step_stages
+from ratchet.stages.preprocess import Preprocess
+from ratchet.store.manifest import Manifest
+
+MAX_SEGMENTS = 40
+"""Iterations of one KFP run: every further one costs 10 s when the run is terminated."""
+MAX_STEPS_AT_STAGE_GRAIN = 20
+"""At stage grain a step is six tasks of 20 s each on an untouched controller."""
+
+
+def prepare(session: Session) -> None:
+    """Commit policy version 0 and the prompts."""
+    session.run(BasePolicy(), 0)
+    session.run(Preprocess("train"), None)
+    if session.config.data.val_files:
+        session.run(Preprocess("val"), None)
+
+
+def evaluate_base(session: Session) -> None:
+    """Evaluate policy version 0 if that is wanted."""
+    if session.config.data.val_files and session.config.trainer.val_before_train:
+        session.run(Evaluate(), 0)
+
+
+def plan(session: Session, total: int, steps_per_segment: int, *, most: int = MAX_SEGMENTS) -> list[int]:
+    """Return the first step of every segment that is still to run, in order."""
+    starts = list(range(session.store_run.last_step() + 1, total + 1, steps_per_segment))
+    if len(starts) > most:
+        raise ConfigError(
+            f"{total} steps in segments of {steps_per_segment} make {len(starts)} iterations, more than the {most} that "
+            "one pipeline run should have; raise trainer.steps_per_segment, or run fewer steps and continue in a new run"
+        )
+    return starts
+
+
+def run_segment(session: Session, start: int, stop: int) -> None:
+    """Run the steps from `start` up to and without `stop`; engines stay in memory as the grain says."""
+    trainer = session.config.trainer
+    for step in range(start, stop):
+        is_last = step == stop - 1
+        run_step(session, step, keep_trainer_state=is_last or step % trainer.trainer_state_freq == 0)
+        if trainer.test_freq > 0 and step % trainer.test_freq == 0 and session.config.data.val_files:
+            session.run(Evaluate(), step)
+        if trainer.grain == "step":
+            session.residents.drop()
+
+
+def run_step(session: Session, step: int, *, keep_trainer_state: bool = True) -> None:
+    """Run the stages of one step; outside a segment the trainer's state is always committed."""
+    keep = keep_trainer_state or session.config.trainer.grain != "segment"
+    for stage in step_stages(session.config):
+        session.run(stage, step, keep_trainer_state=keep)
+
+
+def evaluate_last(session: Session) -> Manifest | None:
+    """Evaluate the policy that the last step published, if there are held-out prompts."""
+    return session.run(Evaluate(), session.total_steps()) if session.config.data.val_files else None
+
+
+def export_last(session: Session) -> Manifest:
+    """Export the policy that the last step published."""
+    return session.run(CheckpointExport(), session.total_steps())
+
+
+def train(session: Session) -> None:
+    """Run everything that is not committed yet, in this process."""
+    prepare(session)
+    evaluate_base(session)
+    total, size = session.total_steps(), session.config.trainer.steps_per_segment
+    for start in plan(session, total, size, most=total):
+        run_segment(session, start, min(start + size, total + 1))
+    evaluate_last(session)
+    export_last(session)

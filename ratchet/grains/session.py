@@ -1,0 +1,144 @@
+"""One process's work on one run: what it holds, what it may commit, whom it tells.
+
+Every grain, from a pod of one stage to a resident segment, runs its stages through `Session.run`.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import ratchet
+from ratchet.config import RunConfig, parse_config, semantic
+from ratchet.errors import ConfigError, NotCommittedError
+from ratchet.grains import distributed
+from ratchet.stages.base import Stage, run_stage
+from ratchet.stages.residents import Residents
+from ratchet.stages.settings import total_steps
+from ratchet.store import artifacts, layout
+from ratchet.store.manifest import Manifest
+from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.tracking.trackers import Trackers, open_trackers
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[str, bool], None]
+"""Called with a stage's place (`step-000001/rollout`) when it starts (False) and when it is committed (True)."""
+
+
+class Session:
+    """A claimed run with its engines and trackers."""
+
+    def __init__(self, run: Run, config: RunConfig, trackers: Trackers, listener: Listener | None = None) -> None:
+        self.store_run = run
+        self.config = config
+        self.trackers = trackers
+        self.residents = Residents(run, config)
+        self._processes = distributed.processes(config)
+        self._listener = listener or (lambda place, is_committed: None)
+
+    def run(self, stage: Stage, step: int | None, *, keep_trainer_state: bool = True) -> Manifest:
+        """Run a stage to its commit, tell the trackers, and keep in memory what the grain keeps."""
+        place = layout.stage_folder(stage.name, step)
+        is_new = self.store_run.manifest(stage.name, step) is None
+        if is_new:
+            self._listener(place, False)
+        if is_new and stage.name == POLICY_UPDATE and step and self._processes > 1:
+            distributed.launch(self.store_run, step, self._processes)
+        manifest = run_stage(
+            stage, self.store_run, self.config, step, self.residents, keep_trainer_state=keep_trainer_state
+        )
+        if is_new:
+            self.trackers.log(manifest)
+            self._listener(place, True)
+            if stage.name == POLICY_UPDATE and step:
+                self._retain_trainer_states(step)
+        if self.config.trainer.grain == "stage":
+            self.residents.drop()
+        return manifest
+
+    def total_steps(self) -> int:
+        """Return the steps of the whole run."""
+        return total_steps(self.store_run, self.config)
+
+    def _retain_trainer_states(self, newest: int) -> None:
+        """Delete the trainer states before the last two, but for those that trainer.save_freq keeps for good."""
+        save_freq = self.config.trainer.save_freq
+        states = []
+        for step in range(newest, max(0, newest - 4 * self.config.trainer.trainer_state_freq - 4), -1):
+            manifest = self.store_run.require(POLICY_UPDATE, step)
+            if manifest.provenance.trainer_state is not None:
+                states.append((step, manifest.provenance.trainer_state))
+        for step, state in states[2:]:
+            if not (save_freq > 0 and step % save_freq == 0) and artifacts.is_present(self.store_run.store, state):
+                artifacts.delete(self.store_run.store, state)
+
+
+def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None) -> Run:
+    """Create the run or check that it is the same one, and claim it for a new submission.
+
+    A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch.
+    """
+    run = Run(root, run_id)
+    is_old = run.store.size(layout.RUN) is not None
+    epoch = run.epoch_of(submission_id) if is_old and submission_id is not None else None
+    if epoch is not None:
+        run.adopt(epoch)
+        return run
+    if is_old and config.trainer.resume_mode == "disable":
+        raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
+    run.create_or_check(semantic(config))
+    run.claim(
+        {
+            "submission_id": submission_id,
+            "config": config.model_dump(mode="json"),
+            "grain": config.trainer.grain,
+            "version": ratchet.__version__,
+            "image": os.environ.get("RATCHET_IMAGE", ""),
+        }
+    )
+    return run
+
+
+def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, RunConfig]:
+    """Act under the epoch that this submission claimed elsewhere; NotCommittedError if it has claimed none."""
+    run = Run(root, run_id)
+    epoch = run.epoch_of(submission_id)
+    if epoch is None:
+        raise NotCommittedError(f"run {run.uri}: submission {submission_id} has not claimed it; preflight comes first")
+    return run, parse_config(run.adopt(epoch)["config"], source=f"submission {submission_id}")
+
+
+@contextmanager
+def open_session(
+    run: Run,
+    config: RunConfig,
+    listener: Listener | None = None,
+    *,
+    echo: Callable[[str], None] | None = None,
+    is_last: bool = True,
+) -> Iterator[Session]:
+    """Open the trackers, bring them up to date, and close everything at the end, whatever happens.
+
+    `echo` gets the console tracker's lines. `is_last` says whether the run ends with this session.
+    """
+    trackers = open_trackers(
+        config.trainer.logger,
+        run,
+        experiment=config.trainer.project_name,
+        run_name=run.run_id,
+        params=config.model_dump(mode="json"),
+        echo=echo,
+    )
+    session = Session(run, config, trackers, listener)
+    try:
+        trackers.catch_up()
+        yield session
+    except BaseException:
+        trackers.finish("FAILED")
+        raise
+    else:
+        if is_last:
+            trackers.finish("FINISHED")
+    finally:
+        session.residents.close()

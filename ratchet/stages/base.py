@@ -1,0 +1,232 @@
+"""What a stage is, and the one way in which a stage runs: fence, compute, commit.
+
+A stage is a function from committed artifacts to committed artifacts. Trap: anything it reads that is neither an input
+nor one of its config keys would make equal manifests describe unequal work.
+"""
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from ratchet.config import RunConfig
+from ratchet.config.semantics import selected
+from ratchet.errors import CommitConflictError
+from ratchet.store import layout
+from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of, finite_metrics
+from ratchet.store.objects import ObjectStore
+from ratchet.store.run import Run
+
+if TYPE_CHECKING:
+    from ratchet.stages.residents import Residents
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One committed output that a stage reads."""
+
+    manifest: Manifest
+    role: str
+    """The output's role in the stage that made it."""
+
+    @property
+    def artifact(self) -> Artifact:
+        """Where its files are."""
+        return self.manifest.output(self.role)
+
+    @property
+    def digest(self) -> str:
+        """What it is."""
+        return self.manifest.content.outputs[self.role]
+
+
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """Everything that one execution of a stage is given."""
+
+    run: Run
+    config: RunConfig
+    step: int | None
+    inputs: dict[str, Input]
+    """Role in this stage -> committed output."""
+    store: ObjectStore
+    """Where outputs are written: the run's own store, or another one for a replay that publishes nothing."""
+    folder: str
+    """Key of this attempt's folder; outputs go to `<folder>/<role>`."""
+    residents: "Residents"
+    """Engines that may outlive the stage."""
+    keep_trainer_state: bool
+    """Whether policy_update writes the trainer's state."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """What a stage made; its files are written already."""
+
+    outputs: dict[str, Artifact]
+    policy_version: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    trainer_state: Artifact | None = None
+
+
+OUTPUT_OF = {"rollout": "rollouts", "reward": "rewards", "advantage": "trajectories"}
+"""Stage -> the role of its table, where that is not the stage's name."""
+
+
+def step_inputs(run: Run, stages: Iterable[str], step: int | None) -> dict[str, Input]:
+    """Return the table of each named stage of `step` under its role; NotCommittedError if one is missing."""
+    roles = {stage: OUTPUT_OF.get(stage, stage) for stage in stages}
+    return {role: Input(run.require(stage, step), role) for stage, role in roles.items()}
+
+
+class Stage(ABC):
+    """One kind of work. Stages hold no state: what lasts is committed, what is expensive is resident."""
+
+    name: str
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    """The semantic keys that the stage reads; a section's name stands for all of its keys."""
+    timing: str | None = None
+    """verl's name of the stage's duration: timing_s/<timing>."""
+
+    @abstractmethod
+    def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
+        """Find the committed outputs that this stage reads; NotCommittedError if one is missing."""
+
+    def needs(self, config: RunConfig) -> tuple[str, ...]:
+        """Names of the stages of the same step that must be committed before; the step's graph follows from them."""
+        return ()
+
+    @abstractmethod
+    def compute(self, context: Context) -> Result:
+        """Do the work and write the outputs' files below the attempt's folder."""
+
+    def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
+        """Role -> digest of each input from outside the run; None where one cannot be read (any more)."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a stage would be made from now, to be compared with what it was made from."""
+
+    inputs: dict[str, str]
+    outside: dict[str, str] | None
+    config: str
+
+
+def run_stage(
+    stage: Stage,
+    run: Run,
+    config: RunConfig,
+    step: int | None,
+    residents: "Residents",
+    *,
+    keep_trainer_state: bool = True,
+) -> Manifest:
+    """Run one stage to its commit, or return its manifest if it is committed already.
+
+    A manifest with other inputs or another config is a CommitConflictError that names the difference. After a lost put
+    everything resident is dropped and the chain is read again.
+    """
+    inputs = stage.inputs(run, config, step)
+    outside = stage.outside_inputs(config)
+    config_digest = digest_of(selected(config, stage.config_keys))
+    wanted = Wanted({role: item.digest for role, item in inputs.items()}, outside, config_digest)
+    committed = run.manifest(stage.name, step)
+    if committed is not None:
+        _check_same_work(stage, run, committed, wanted)
+        return committed
+    run.check_ownership()
+    attempt = run.new_attempt()
+    context = Context(
+        run=run,
+        config=config,
+        step=step,
+        inputs=inputs,
+        store=run.store,
+        folder=layout.attempt_folder(stage.name, step, attempt),
+        residents=residents,
+        keep_trainer_state=keep_trainer_state,
+    )
+    place = layout.stage_folder(stage.name, step)
+    logger.info("%s: started", place)
+    started = time.time()
+    result = stage.compute(context)
+    manifest = _manifest(stage, context, result, wanted, attempt, started)
+    try:
+        return run.commit(manifest)
+    except CommitConflictError:
+        logger.warning("%s: another attempt was first; starting again from the chain", place)
+        residents.drop()
+        run.forget()
+        published = run.require(stage.name, step)
+        _check_same_work(stage, run, published, wanted)
+        return published
+
+
+def _manifest(stage: Stage, context: Context, result: Result, wanted: Wanted, attempt: str, started: float) -> Manifest:
+    run, ended = context.run, time.time()
+    assert run.owner is not None
+    metrics = dict(result.metrics)
+    if stage.timing:
+        metrics[f"timing_s/{stage.timing}"] = ended - started
+    content = Content(
+        step=context.step,
+        stage=stage.name,
+        policy_version=result.policy_version,
+        inputs=wanted.inputs | (wanted.outside or {}),
+        outputs={role: artifact.digest for role, artifact in result.outputs.items()},
+        config=wanted.config,
+    )
+    on_gpu = context.residents.device == "cuda"
+    provenance = Provenance(
+        run_id=run.run_id,
+        attempt=attempt,
+        epoch=run.owner.epoch,
+        artifacts=result.outputs,
+        previous=previous_of(item.manifest for item in context.inputs.values()),
+        started=started,
+        ended=ended,
+        device=context.residents.device,
+        gpu_seconds=ended - started if on_gpu else 0.0,
+        code_revision=os.environ.get("RATCHET_REVISION", ""),
+        image=os.environ.get("RATCHET_IMAGE", ""),
+        metrics=finite_metrics(metrics),
+        trainer_state=result.trainer_state,
+    )
+    return Manifest(content=content, provenance=provenance)
+
+
+def previous_of(manifests: Iterable[Manifest]) -> dict[str, str]:
+    """Return place -> sha256 of each whole manifest, for `previous`."""
+    return {layout.stage_folder(item.content.stage, item.content.step): item.sha256 for item in manifests}
+
+
+def _check_same_work(stage: Stage, run: Run, committed: Manifest, wanted: Wanted) -> None:
+    place = f"{run.uri}/{layout.stage_folder(stage.name, committed.content.step)}"
+    have, want = dict(committed.content.inputs), dict(wanted.inputs)
+    if wanted.outside is None:
+        logger.info("%s: its source cannot be read any more; the committed artifact stands", place)
+        have = {role: digest for role, digest in have.items() if role in want}
+    else:
+        want |= wanted.outside
+    changed = sorted(role for role in have.keys() | want.keys() if have.get(role) != want.get(role))
+    if changed:
+        raise CommitConflictError(f"{place} is committed from other inputs; these changed: {', '.join(changed)}")
+    if committed.content.config != wanted.config:
+        keys = ", ".join(stage.config_keys)
+        raise CommitConflictError(f"{place} is committed with another configuration; it reads: {keys}")
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the block took to `metrics` under `timing_s/<name>`."""
+    started = time.perf_counter()
+    yield
+    metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + time.perf_counter() - started

@@ -1,0 +1,111 @@
+"""From the run's config to the settings of each engine; the only place where the two meet."""
+
+from typing import TYPE_CHECKING, Any
+
+from ratchet.config import RunConfig
+from ratchet.data.order import steps_per_epoch
+from ratchet.store.run import Run
+
+if TYPE_CHECKING:
+    from ratchet.engines.sampler import SamplingParams
+    from ratchet.engines.trainer import TrainerSettings
+
+
+def total_steps(run: Run, config: RunConfig) -> int:
+    """Return the steps of the whole run; the training prompts must be committed if the epochs decide."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    rows = run.require("preprocess/train", None).output("prompts").rows
+    assert rows is not None
+    return config.trainer.total_epochs * steps_per_epoch(rows, config.data.train_batch_size)
+
+
+def sampling_params(config: RunConfig) -> "SamplingParams":
+    """How rollouts are sampled."""
+    from ratchet.engines.sampler import SamplingParams
+
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k if rollout.top_k > 0 else None,
+        max_tokens=config.data.max_response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_params(config: RunConfig) -> "SamplingParams":
+    """How held-out completions are sampled."""
+    from ratchet.engines.sampler import SamplingParams
+
+    values = config.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(
+        temperature=values.temperature if values.do_sample else 0.0,
+        top_p=values.top_p,
+        top_k=values.top_k if values.top_k > 0 else None,
+        max_tokens=config.data.max_response_length,
+        with_log_probs=False,
+    )
+
+
+def sampler_settings(config: RunConfig, device: str) -> dict[str, Any]:
+    """Keyword arguments of the sampler that the config names."""
+    rollout = config.actor_rollout_ref.rollout
+    settings: dict[str, Any] = {"dtype": rollout.dtype, "max_num_seqs": rollout.max_num_seqs}
+    if rollout.name == "hf":
+        return settings | {"device": device}
+    return settings | {
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enforce_eager": rollout.enforce_eager,
+        "max_model_len": config.data.max_prompt_length + config.data.max_response_length,
+    }
+
+
+def scorer_settings(config: RunConfig, device: str) -> dict[str, Any]:
+    """Keyword arguments of a scorer."""
+    return {
+        "compute_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "max_tokens_per_micro_batch": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        "device": device,
+    }
+
+
+def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
+    """What the trainer is told."""
+    from ratchet.engines.trainer import TrainerSettings
+
+    actor, optim = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.optim
+    rollout = config.actor_rollout_ref.rollout
+    steps = total_steps(run, config)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    return TrainerSettings(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        adam_eps=optim.eps,
+        grad_clip=actor.grad_clip,
+        ppo_epochs=actor.ppo_epochs,
+        mini_batch_size=(actor.ppo_mini_batch_size or config.data.train_batch_size) * rollout.n,
+        shuffle=actor.shuffle,
+        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
+        micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        temperature=rollout.temperature,
+        lr_scheduler=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        compute_dtype=actor.fsdp_config.dtype,
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        seed=config.trainer.seed,
+    )

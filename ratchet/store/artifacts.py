@@ -1,0 +1,90 @@
+"""Writing an attempt's files and reading committed ones back, with their digests checked.
+
+Trap: what an attempt writes exists only once a manifest names it; nothing here publishes anything.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ratchet.errors import StoreError
+from ratchet.store.manifest import Artifact, FileEntry, sha256_file
+from ratchet.store.objects import ObjectStore
+
+
+def write_bytes(store: ObjectStore, folder: str, files: Mapping[str, bytes], *, rows: int | None = None) -> Artifact:
+    """Write small files below `folder` and describe them."""
+    entries = []
+    for path, data in sorted(files.items()):
+        store.put(f"{folder}/{path}", data)
+        entries.append(FileEntry(path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    return Artifact(folder=folder, files=tuple(entries), rows=rows)
+
+
+def write_folder(store: ObjectStore, folder: str, source: Path) -> Artifact:
+    """Copy every file below the local folder `source` to `folder` and describe them; symbolic links are followed."""
+    artifact = describe_folder(folder, source)
+    if not artifact.files:
+        raise StoreError(f"{source} holds no file to store under {store.uri}/{folder}")
+    for entry in artifact.files:
+        store.upload_file(source / entry.path, f"{folder}/{entry.path}")
+    return artifact
+
+
+def describe_folder(folder: str, source: Path) -> Artifact:
+    """Describe the files below the local folder `source` as they would be stored below `folder`."""
+    paths = sorted(path for path in source.rglob("*") if path.is_file())
+    entries = [
+        FileEntry(path=path.relative_to(source).as_posix(), bytes=path.stat().st_size, sha256=sha256_file(path))
+        for path in paths
+    ]
+    return Artifact(folder=folder, files=tuple(sorted(entries, key=lambda entry: entry.path)))
+
+
+def read_bytes(store: ObjectStore, artifact: Artifact) -> list[bytes]:
+    """Return the files' bytes in order; a StoreError names the file whose bytes are not the committed ones."""
+    contents = []
+    for entry in artifact.files:
+        data = store.get(f"{artifact.folder}/{entry.path}")
+        _check(store, artifact, entry, hashlib.sha256(data).hexdigest())
+        contents.append(data)
+    return contents
+
+
+def read_folder(store: ObjectStore, artifact: Artifact, target: Path) -> None:
+    """Copy the artifact's files below the local folder `target`, checking every digest."""
+    for entry in artifact.files:
+        path = target / entry.path
+        store.download_file(f"{artifact.folder}/{entry.path}", path)
+        _check(store, artifact, entry, sha256_file(path))
+
+
+def is_present(store: ObjectStore, artifact: Artifact) -> bool:
+    """Whether every file is there with its size; retention may have deleted them."""
+    return all(store.size(f"{artifact.folder}/{entry.path}") == entry.bytes for entry in artifact.files)
+
+
+def delete(store: ObjectStore, artifact: Artifact) -> None:
+    """Delete the artifact's files."""
+    for entry in artifact.files:
+        store.delete(f"{artifact.folder}/{entry.path}")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield an empty local folder that is deleted afterwards; RATCHET_SCRATCH names a larger disk than /tmp."""
+    folder = Path(tempfile.mkdtemp(prefix="ratchet-", dir=os.environ.get("RATCHET_SCRATCH")))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(store: ObjectStore, artifact: Artifact, entry: FileEntry, sha256: str) -> None:
+    if sha256 != entry.sha256:
+        place = f"{store.uri}/{artifact.folder}/{entry.path}"
+        raise StoreError(f"{place} is damaged: its sha256 is {sha256}, its manifest says {entry.sha256}")

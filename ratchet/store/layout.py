@@ -1,0 +1,73 @@
+"""Where everything of a run lies; the only module that knows. Pure functions on strings, keys relative to the run.
+
+run.json                                    semantic config, create-only
+submissions/0001.json                       what may change between submissions, create-only
+owner/0001.json                             who may commit, create-only
+data/<split>/manifest.json                  prompts
+step-000012/<stage>/manifest.json           the commit point of a stage
+step-000012/<stage>/<attempt>/...           what that attempt wrote
+"""
+
+import re
+
+from ratchet.errors import ConfigError
+
+RUN = "run.json"
+PROMPT_SPLITS = ("train", "val")
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OWNER = re.compile(r"owner/(\d{4,})\.json")
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id` if it can be a folder's name everywhere; ConfigError otherwise."""
+    if _RUN_ID.fullmatch(run_id):
+        return run_id
+    raise ConfigError(
+        f"run id {run_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or a digit"
+    )
+
+
+def submission(epoch: int) -> str:
+    """Key of the submission that claimed `epoch`."""
+    return f"submissions/{epoch:04d}.json"
+
+
+def owner(epoch: int) -> str:
+    """Key of the claim of `epoch`."""
+    return f"owner/{epoch:04d}.json"
+
+
+def parse_owner(key: str) -> int | None:
+    """Return the epoch that `key` claims, or None if it is another object."""
+    match = _OWNER.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def step_folder(step: int) -> str:
+    """Folder of everything that belongs to `step`; step 0 is what precedes training."""
+    return f"step-{step:06d}"
+
+
+def parse_step_folder(name: str) -> int | None:
+    """Return the step of a folder's name, or None if it is another folder."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stage_folder(stage: str, step: int | None) -> str:
+    """Folder of a stage: in its step, or `data/<split>` for the stage `preprocess/<split>`, which has no step."""
+    if step is not None:
+        return f"{step_folder(step)}/{stage}"
+    return f"data/{stage.removeprefix('preprocess/')}"
+
+
+def manifest(stage: str, step: int | None) -> str:
+    """Key of a stage's manifest."""
+    return f"{stage_folder(stage, step)}/manifest.json"
+
+
+def attempt_folder(stage: str, step: int | None, attempt: str) -> str:
+    """Folder of what one attempt at a stage writes."""
+    return f"{stage_folder(stage, step)}/{attempt}"

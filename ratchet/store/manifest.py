@@ -1,0 +1,166 @@
+"""The manifest of an artifact: what was made from what (`content`), and how (`provenance`).
+
+`content_digest` is what grains, replays and resumed runs are compared by; nothing that differs between two equal
+computations (time, attempt, run, place) may enter `content`.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ratchet.errors import StoreError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of an artifact."""
+
+    path: str
+    """Relative to the artifact's folder."""
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Artifact:
+    """Files that one attempt wrote under one role."""
+
+    folder: str
+    """Key of the folder, relative to the run."""
+    files: tuple[FileEntry, ...]
+    rows: int | None = None
+    """Rows of the table, or None if it is none."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the sorted (path, sha256) pairs: equal files give equal digests, wherever they lie."""
+        return digest_of({entry.path: entry.sha256 for entry in self.files})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What was made from what.
+
+    Example: Content(step=3, stage="reward", policy_version=2, inputs={"rollouts": "9f..", "prompts": "41.."},
+    outputs={"rewards": "c0.."}, config="77..").
+    """
+
+    step: int | None
+    stage: str
+    policy_version: int | None
+    """The policy that the stage read, or for policy_update the one it published."""
+    inputs: dict[str, str]
+    """Role -> digest."""
+    outputs: dict[str, str]
+    """Role -> digest."""
+    config: str
+    """Digest of the config keys that the stage reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """How it was made; never compared across runs."""
+
+    run_id: str
+    attempt: str
+    epoch: int
+    artifacts: dict[str, Artifact]
+    """Role -> files, for every role of `content.outputs`."""
+    previous: dict[str, str]
+    """`<step folder>/<stage>` -> sha256 of the whole manifest of each stage that this one read from."""
+    started: float
+    """Unix seconds."""
+    ended: float
+    device: str
+    gpu_seconds: float
+    code_revision: str
+    image: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    """verl's metric names; finite values only."""
+    trainer_state: Artifact | None = None
+    """Where the trainer's state of this step was written. Not content: how often it is written is a matter of grain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The commit point of one stage."""
+
+    content: Content
+    provenance: Provenance
+
+    @property
+    def content_digest(self) -> str:
+        """sha256 of the content alone."""
+        return digest_of(asdict(self.content))
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of the whole manifest, as the next ones record it in `previous`."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def output(self, role: str) -> Artifact:
+        """Return the files of `role`."""
+        try:
+            return self.provenance.artifacts[role]
+        except KeyError:
+            have = ", ".join(sorted(self.provenance.artifacts))
+            raise StoreError(f"stage {self.content.stage} has no output {role!r}; it has: {have}") from None
+
+    def to_json(self) -> bytes:
+        """Return the manifest's bytes: canonical, so that reading and writing again changes nothing."""
+        content, provenance = asdict(self.content), asdict(self.provenance)
+        return canonical_json({"format": FORMAT, "content": content, "provenance": provenance})
+
+    @classmethod
+    def from_json(cls, data: bytes, *, key: str) -> "Manifest":
+        """Read a manifest; StoreError, with `key`, for one that is damaged or of another format.
+
+        Bytes that are not the canonical ones are refused: `sha256` is computed from the values, and must be the file's.
+        """
+        try:
+            raw = json.loads(data)
+            if raw["format"] != FORMAT:
+                raise StoreError(f"{key}: format {raw['format']}, but this version of Ratchet reads format {FORMAT}")
+            provenance = dict(raw["provenance"])
+            provenance["artifacts"] = {role: _artifact(value) for role, value in provenance["artifacts"].items()}
+            if provenance["trainer_state"] is not None:
+                provenance["trainer_state"] = _artifact(provenance["trainer_state"])
+            manifest = cls(content=Content(**raw["content"]), provenance=Provenance(**provenance))
+            is_canonical = manifest.to_json() == data
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreError(f"{key} is not a manifest: {error!r}") from error
+        if not is_canonical:
+            raise StoreError(f"{key} is not as it was written: its bytes are not a manifest's canonical JSON")
+        return manifest
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return JSON with sorted keys and no spaces; equal values give equal bytes. NaN and infinity raise ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def digest_of(value: Any) -> str:
+    """Return the sha256 of the value's canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite metrics; each dropped one is counted under `nonfinite/<name>`, so that it is not unseen."""
+    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    return finite | {f"nonfinite/{name}": 1.0 for name in metrics if name not in finite}
+
+
+def _artifact(raw: dict[str, Any]) -> Artifact:
+    return Artifact(folder=raw["folder"], files=tuple(FileEntry(**entry) for entry in raw["files"]), rows=raw["rows"])

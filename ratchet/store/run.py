@@ -1,0 +1,242 @@
+"""A run in object storage: its identity, who may commit to it, and its chain of manifests.
+
+Safety rests on create-only puts and on `previous`, never on clocks: whoever loses a put must drop what it holds in
+memory and read the chain again.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError, OwnershipLostError, StoreError
+from ratchet.store import layout
+from ratchet.store.manifest import Manifest, canonical_json
+from ratchet.store.objects import ObjectNotFoundError, ObjectStore, open_store
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+POLICY_UPDATE = "policy_update"
+
+_MANIFESTS_IN_MEMORY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The right to commit that one runner claimed."""
+
+    epoch: int
+    host: str
+    pid: int
+
+
+class Run:
+    """One run below a root. Reading needs no claim; committing needs the newest one. Threads may share it."""
+
+    def __init__(self, root: str, run_id: str) -> None:
+        self.run_id = layout.check_run_id(run_id)
+        self.root = root.rstrip("/")
+        self.store: ObjectStore = open_store(self.root).child(self.run_id)
+        self.owner: Owner | None = None
+        self._manifests: dict[str, Manifest] = {}
+        self._manifests_lock = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        """Where the run lies."""
+        return self.store.uri
+
+    # -- identity ----------------------------------------------------------------------------------------------------
+
+    def create_or_check(self, semantic: Mapping[str, Any]) -> bool:
+        """Write `run.json`, or check that the run that exists has the same semantic config. True if it is new.
+
+        A difference is a ConfigError that names every key with both values. Storage whose create-only puts replace
+        what is there is a StoreError: nothing would keep two owners apart.
+        """
+        body = canonical_json({"format": FORMAT, "run_id": self.run_id, "semantic": semantic})
+        if self.store.put_create(layout.RUN, body):
+            if self.store.put_create(layout.RUN, body):
+                raise StoreError(
+                    f"{self.uri}: this storage ignores create-only puts (If-None-Match: *), so commits are unsafe"
+                )
+            logger.info("created run %s", self.uri)
+            return True
+        existing = self.semantic()
+        differences = _differences(existing, json.loads(canonical_json(semantic)))
+        if differences:
+            lines = "\n".join(f"  {key}: the run has {old}, this submission {new}" for key, old, new in differences)
+            raise ConfigError(f"run {self.uri} exists with another configuration:\n{lines}\nUse another run id.")
+        return False
+
+    def semantic(self) -> dict[str, Any]:
+        """Return the semantic config that the run was created with."""
+        try:
+            body = self._json(layout.RUN)
+        except ObjectNotFoundError as error:
+            raise NotCommittedError(f"no run at {self.uri}: {layout.RUN} is missing") from error
+        if body.get("format") != FORMAT or not isinstance(body.get("semantic"), dict):
+            found = body.get("format")
+            raise StoreError(
+                f"{self.uri}/{layout.RUN}: format {found}, but this version of Ratchet reads format {FORMAT}"
+            )
+        return dict(body["semantic"])
+
+    # -- ownership ---------------------------------------------------------------------------------------------------
+
+    def claim(self, submission: Mapping[str, Any]) -> Owner:
+        """Claim the next epoch, record the submission under it, and return the claim. Earlier owners lose the run."""
+        owner = Owner(self.newest_epoch() + 1, socket.gethostname(), os.getpid())
+        # In containers host and pid repeat; the claim's own name tells a lost response from a lost race.
+        claim = uuid.uuid4().hex
+        while not self._put_or_find(layout.owner(owner.epoch), canonical_json({**asdict(owner), "claim": claim})):
+            owner = Owner(owner.epoch + 1, owner.host, owner.pid)
+        self.store.put_create(layout.submission(owner.epoch), canonical_json({**submission, "epoch": owner.epoch}))
+        self.owner = owner
+        logger.info("claimed epoch %d of run %s", owner.epoch, self.uri)
+        return owner
+
+    def adopt(self, epoch: int) -> dict[str, Any]:
+        """Act under an epoch that the submission claimed elsewhere (a pod of its pipeline); return the submission."""
+        submission = self.submission(epoch)
+        self.owner = Owner(epoch, socket.gethostname(), os.getpid())
+        return submission
+
+    def submission(self, epoch: int) -> dict[str, Any]:
+        """Return what was submitted under `epoch`."""
+        try:
+            return self._json(layout.submission(epoch))
+        except ObjectNotFoundError as error:
+            raise NotCommittedError(f"run {self.uri} has no submission {epoch}") from error
+
+    def epoch_of(self, submission_id: str) -> int | None:
+        """Return the epoch that the submission with this id claimed, or None if it claimed none yet."""
+        for epoch in range(self.newest_epoch(), 0, -1):
+            # A claim without a submission is that of a runner which died in between.
+            if self.store.size(layout.submission(epoch)) is None:
+                continue
+            if self.submission(epoch).get("submission_id") == submission_id:
+                return epoch
+        return None
+
+    def newest_epoch(self) -> int:
+        """Return the newest epoch that was claimed, 0 if none was."""
+        epochs = (layout.parse_owner(info.key) for info in self.store.list_objects("owner"))
+        return max((epoch for epoch in epochs if epoch is not None), default=0)
+
+    def check_ownership(self) -> Owner:
+        """Return this runner's claim if it is still the newest; OwnershipLostError names the winner otherwise."""
+        if self.owner is None:
+            raise OwnershipLostError(f"nobody claimed run {self.uri} for this process; it may only read")
+        # Claims are consecutive: any later one would have had to take the next epoch.
+        if self.store.size(layout.owner(self.owner.epoch + 1)) is not None:
+            newest = self.newest_epoch()
+            winner = self._json(layout.owner(newest))
+            raise OwnershipLostError(
+                f"run {self.uri}: epoch {self.owner.epoch} lost it to epoch {newest} "
+                f"(process {winner.get('pid')} on {winner.get('host')}); nothing more is committed here"
+            )
+        return self.owner
+
+    def new_attempt(self) -> str:
+        """Return a name that no other attempt has."""
+        return f"{self.owner.epoch if self.owner else 0:04d}-{uuid.uuid4().hex[:12]}"
+
+    # -- the chain ---------------------------------------------------------------------------------------------------
+
+    def manifest(self, stage: str, step: int | None) -> Manifest | None:
+        """Return a stage's manifest, or None if it is not committed."""
+        key = layout.manifest(stage, step)
+        manifest = self._manifests.get(key)
+        if manifest is None:
+            try:
+                manifest = Manifest.from_json(self.store.get(key), key=f"{self.uri}/{key}")
+            except ObjectNotFoundError:
+                return None
+            self._remember(key, manifest)
+        return manifest
+
+    def require(self, stage: str, step: int | None) -> Manifest:
+        """Return a stage's manifest; NotCommittedError if there is none. This is the fence between stages."""
+        manifest = self.manifest(stage, step)
+        if manifest is None:
+            raise NotCommittedError(f"run {self.uri}: {layout.stage_folder(stage, step)} is not committed")
+        return manifest
+
+    def commit(self, manifest: Manifest) -> Manifest:
+        """Publish `manifest`, whose parts are all written; afterwards the stage is done.
+
+        Raises OwnershipLostError if another runner claimed the run, and CommitConflictError if another attempt has
+        published this stage. A put whose response was lost is resolved by reading back. After any other StoreError it
+        is open whether the manifest was published; committing the same one again settles it.
+        """
+        owner = self.check_ownership()
+        if manifest.provenance.epoch != owner.epoch:
+            epoch = manifest.provenance.epoch
+            raise StoreError(f"run {self.uri}: epoch {owner.epoch} cannot commit a manifest of epoch {epoch}")
+        key = layout.manifest(manifest.content.stage, manifest.content.step)
+        if not self.store.put_create(key, manifest.to_json()):
+            published = Manifest.from_json(self.store.get(key), key=f"{self.uri}/{key}")
+            if published.provenance.attempt != manifest.provenance.attempt:
+                raise CommitConflictError(
+                    f"{self.uri}/{key} was published by attempt {published.provenance.attempt} "
+                    f"while attempt {manifest.provenance.attempt} was at it"
+                )
+        self._remember(key, manifest)
+        logger.info("committed %s", layout.stage_folder(manifest.content.stage, manifest.content.step))
+        return manifest
+
+    def forget(self) -> None:
+        """Drop every manifest held in memory, to read the chain again."""
+        with self._manifests_lock:
+            self._manifests.clear()
+
+    def steps(self) -> list[int]:
+        """Return every step that has a folder, in order; the last ones may be unfinished."""
+        found = (layout.parse_step_folder(name) for name in self.store.list_folders(""))
+        return sorted(step for step in found if step is not None)
+
+    def last_step(self) -> int:
+        """Return the newest step whose policy is committed; 0 if training has committed none."""
+        return next((step for step in reversed(self.steps()) if step > 0 and self.manifest(POLICY_UPDATE, step)), 0)
+
+    def step_manifests(self, step: int) -> list[Manifest]:
+        """Return the committed manifests of one step, in the order in which they ended."""
+        names = self.store.list_folders(layout.step_folder(step))
+        found = [manifest for name in names if (manifest := self.manifest(name, step))]
+        return sorted(found, key=lambda manifest: (manifest.provenance.ended, manifest.content.stage))
+
+    def _put_or_find(self, key: str, body: bytes) -> bool:
+        """Create an object, whose bytes no other writer has; True also where only the response was lost."""
+        return self.store.put_create(key, body) or self.store.get(key) == body
+
+    def _json(self, key: str) -> dict[str, Any]:
+        data = self.store.get(key)
+        try:
+            return dict(json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self.uri}/{key} is damaged: {error}") from error
+
+    def _remember(self, key: str, manifest: Manifest) -> None:
+        # What is published never changes, so that keeping it is safe; a long run has too many to keep all.
+        with self._manifests_lock:
+            self._manifests[key] = manifest
+            while len(self._manifests) > _MANIFESTS_IN_MEMORY:
+                del self._manifests[next(iter(self._manifests))]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = []
+    for key in sorted(old.keys() | new.keys()):
+        left, right = old.get(key), new.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += _differences(left, right, f"{path}{key}.")
+        elif left != right:
+            found.append((f"{path}{key}", left, right))
+    return found

@@ -1,0 +1,167 @@
+"""The one MLflow run of a training run: found again wherever it is resumed, made only when there is none.
+
+Trap: `mlflow.start_run` takes MLFLOW_RUN_ID out of the environment, so that the next process opens an unrelated run.
+Only `MlflowClient` with explicit ids is used here.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run as MLflowRun
+
+logger = logging.getLogger(__name__)
+
+ROOT_TAG = "ratchet.root"
+"""Where the training run lies: what its MLflow run is found by."""
+CREATED_TAG = "ratchet.created"
+"""On runs that Ratchet made; the status of any other belongs to who made it."""
+_PARENT_TAG = "mlflow.parentRunId"
+_SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The MLflow run that a training run is logged to, as it was when it was opened."""
+
+    run_id: str
+    params: dict[str, str]
+    tags: dict[str, str]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether Ratchet made it, and so sets its status."""
+        return CREATED_TAG in self.tags
+
+
+def set_client_defaults() -> None:
+    """Make MLflow's client give up within seconds and report nothing home, where the user has not said otherwise.
+
+    By default it tries for four minutes, in which training would stand still; what a short outage costs is caught up.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
+
+def default_tracking_uri() -> str:
+    """Return MLFLOW_TRACKING_URI, or SQLite in the current folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}{Path.cwd() / 'mlflow.db'}"
+
+
+def check_database_folder(tracking_uri: str) -> None:
+    """Raise the OSError that SQLite would meet; MLflow would try to open the database for minutes first."""
+    path = database(tracking_uri)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+
+
+def database(tracking_uri: str) -> Path | None:
+    """Return the file of a SQLite database, None for anything else."""
+    return Path(tracking_uri.removeprefix(_SQLITE)).absolute() if tracking_uri.startswith(_SQLITE) else None
+
+
+def open_run(
+    client: "MlflowClient", *, root: str, experiment: str, run_name: str, tags: Mapping[str, str]
+) -> TrackedRun:
+    """Find the MLflow run whose tag `ratchet.root` is `root`; else adopt the injected one; else create one.
+
+    A run injected by MLFLOW_RUN_ID may be nested, one for each task of a pipeline: its outermost parent is adopted,
+    so that the tasks share one curve. If that one belongs to another training run, a new run is nested in it.
+    """
+    injected = _injected_run(client)
+    experiments = [_experiment_id(client, experiment)] if injected is None else [injected.info.experiment_id]
+    found = _tagged_run(client, experiments, root)
+    wanted = {**tags, ROOT_TAG: root}
+    if found is None and injected is not None and ROOT_TAG not in injected.data.tags:
+        logger.info("logging to the MLflow run %s, which MLFLOW_RUN_ID names", injected.info.run_id)
+        found = injected
+    if found is None:
+        if injected is not None:
+            wanted[_PARENT_TAG] = injected.info.run_id
+        wanted |= {CREATED_TAG: "true", "mlflow.source.name": "ratchet"}
+        return _create(client, experiments[0], root, run_name, wanted)
+    missing = {key: value for key, value in wanted.items() if found.data.tags.get(key) != value}
+    return _opened(client, found, missing)
+
+
+def _opened(client: "MlflowClient", found: "MLflowRun", missing: Mapping[str, str]) -> TrackedRun:
+    from mlflow.entities import RunTag
+
+    tracked = TrackedRun(found.info.run_id, dict(found.data.params), {**found.data.tags, **missing})
+    if missing:
+        client.log_batch(tracked.run_id, tags=[RunTag(key, value) for key, value in missing.items()])
+    if tracked.is_ours and found.info.status != "RUNNING":
+        client.update_run(tracked.run_id, status="RUNNING")
+    return tracked
+
+
+def _create(
+    client: "MlflowClient", experiment_id: str, root: str, run_name: str, tags: Mapping[str, str]
+) -> TrackedRun:
+    created = client.create_run(experiment_id, run_name=run_name, tags=dict(tags))
+    # Two pods of one step may both find none and create one: the oldest is kept, by both.
+    oldest = _tagged_run(client, [experiment_id], root) or created
+    if oldest.info.run_id != created.info.run_id:
+        client.delete_run(created.info.run_id)
+    return TrackedRun(oldest.info.run_id, dict(oldest.data.params), dict(oldest.data.tags))
+
+
+def _tagged_run(client: "MlflowClient", experiment_ids: list[str], root: str) -> "MLflowRun | None":
+    quote = "'" if "'" not in root else '"'
+    found = client.search_runs(
+        experiment_ids,
+        filter_string=f"tags.`{ROOT_TAG}` = {quote}{root}{quote}",
+        order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+        max_results=1,
+    )
+    return found[0] if found else None
+
+
+def _injected_run(client: "MlflowClient") -> "MLflowRun | None":
+    from mlflow.exceptions import MlflowException
+
+    run_id = os.environ.get("MLFLOW_RUN_ID")
+    if not run_id:
+        return None
+    try:
+        run = client.get_run(run_id)
+        for _ in range(10):
+            parent = run.data.tags.get(_PARENT_TAG)
+            if not parent:
+                break
+            run = client.get_run(parent)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        logger.warning("MLFLOW_RUN_ID names the run %s, which this MLflow server does not have", run_id)
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _experiment_id(client: "MlflowClient", name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    path = database(client.tracking_uri)
+    # MLflow would put the artifacts of a database below whatever folder is current.
+    location = None if path is None else (path.parent / "mlruns").as_uri()
+    try:
+        return str(client.create_experiment(name, artifact_location=location))
+    except MlflowException as error:
+        found = client.get_experiment_by_name(name)
+        if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+            raise
+        return str(found.experiment_id)

@@ -1,0 +1,237 @@
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
+from ratchet.engines.sampler_hf import HFSampler
+from ratchet.engines.sampler_vllm import VLLMSampler
+from ratchet.errors import EngineError
+from tests.tiny_models import make_tiny_model
+
+END_IDS = {0, 2}
+# Long enough to fill blocks of the prefix cache.
+LONG = [1, *range(100, 400)]
+
+
+def _expect_log_probs(
+    model: Any, requests: list[SampleRequest], completions: list[Completion], temperature: float
+) -> None:
+    for request, completion in zip(requests, completions, strict=True):
+        prompt = list(request.prompt_token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0]
+        expected = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        chosen = expected[range(len(expected)), completion.token_ids].tolist()
+        assert completion.log_probs == pytest.approx(chosen, abs=1e-4)
+
+
+def _reference_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _requests(count: int) -> list[SampleRequest]:
+    return [SampleRequest(([1, 50, 60], LONG)[index % 2], seed=2**40 + index) for index in range(count)]
+
+
+def test_a_missing_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="vLLM is not installed"):
+        VLLMSampler(tmp_path, dtype="float32")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_broken_torchvision_is_named_before_vllm_stumbles_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineError, match=r"torchvision is installed but does not import \(operator torchvision::nms"):
+        VLLMSampler(tmp_path, dtype="float32")
+
+
+# What follows runs the engine.
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path, bool]]:
+    """A running engine, the folder of its first weights, and whether its embeddings are tied."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", tied=request.param)
+    sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16)
+    yield sampler, folder, request.param
+    sampler.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def sampler(engine: tuple[Any, Path, bool]) -> Any:
+    """The engine with its first weights, whatever the test before has loaded."""
+    sampler, folder, _ = engine
+    sampler.load_weights(_reference_model(folder).named_parameters())
+    return sampler
+
+
+vllm = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def _vllm(test: Any) -> Any:
+    for mark in vllm:
+        test = mark(test)
+    return test
+
+
+@_vllm
+@pytest.mark.parametrize(
+    "truncation", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 8, "top_p": 0.7}], ids=["none", "top-p", "top-k", "both"]
+)
+def test_log_probs_mean_the_same_in_both_samplers(
+    engine: tuple[Any, Path, bool], sampler: Any, truncation: dict[str, Any]
+) -> None:
+    requests, params = _requests(6), SamplingParams(temperature=0.7, max_tokens=24, **truncation)
+    completions = sampler.sample(requests, params)
+    if not truncation:
+        _expect_log_probs(_reference_model(engine[1]), requests, completions, 0.7)
+    # Score vLLM's tokens with the truncation of ours, by drawing from their logits until the token comes.
+    model = _reference_model(engine[1])
+    for request, completion in zip(requests, completions, strict=True):
+        expected = _truncated_log_probs(model, request, completion, params)
+        assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def _truncated_log_probs(
+    model: Any, request: SampleRequest, completion: Completion, params: SamplingParams
+) -> list[float]:
+    """Log-prob of each token, renormalised over the fewest most likely tokens that top-k, then top-p, keep."""
+    prompt = list(request.prompt_token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0]
+    log_probs = []
+    for row, token_id in zip(logits[len(prompt) - 1 : -1] / params.temperature, completion.token_ids, strict=True):
+        best = row.topk(params.top_k or len(row))
+        probs = best.values.softmax(-1)
+        kept = probs[probs.cumsum(0) - probs < params.top_p]
+        place = best.indices.tolist().index(token_id)
+        assert place < len(kept)
+        log_probs.append((kept[place] / kept.sum()).log().item())
+    return log_probs
+
+
+@_vllm
+def test_log_probs_follow_every_update_of_the_weights(engine: tuple[Any, Path, bool], sampler: Any) -> None:
+    _, folder, tied = engine
+    model = _reference_model(folder)
+    requests, params = _requests(6), SamplingParams(temperature=1.0, max_tokens=16)
+    generator = torch.Generator().manual_seed(1)
+    for passes_tensors in (True, True, False):
+        _expect_log_probs(model, requests, sampler.sample(requests, params), 1.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        # As tensors in this process, or through files as for workers in other processes.
+        sampler._passes_tensors = passes_tensors
+        weights = model.state_dict()
+        assert "lm_head.weight" in weights
+        sampler.load_weights(weights.items() if passes_tensors else model.named_parameters())
+        _expect_log_probs(model, requests, sampler.sample(requests, params), 1.0)
+    sampler._passes_tensors = True
+    assert model.config.tie_word_embeddings == tied
+
+
+@_vllm
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    engine: tuple[Any, Path, bool], sampler: Any
+) -> None:
+    weights = dict(_reference_model(engine[1]).named_parameters())
+    requests, params = _requests(2), SamplingParams(temperature=1.0, max_tokens=8)
+    with pytest.raises(EngineError, match="unknown weight 'extra'"):
+        sampler.load_weights([*weights.items(), ("extra", torch.zeros(1))])
+    norm = weights.pop("model.norm.weight")
+    with pytest.raises(EngineError, match=r"missing: model\.norm\.weight"):
+        sampler.load_weights(weights.items())
+    with pytest.raises(EngineError, match=r"has shape \(2,\)"):
+        sampler.load_weights([*weights.items(), ("model.norm.weight", norm[:2])])
+    _expect_log_probs(_reference_model(engine[1]), requests, sampler.sample(requests, params), 1.0)
+
+
+@_vllm
+def test_a_seed_gives_the_same_completion_alone_and_in_a_batch(sampler: Any) -> None:
+    requests, params = _requests(10), SamplingParams(temperature=1.0, max_tokens=24)
+    together = [completion.token_ids for completion in sampler.sample(requests, params)]
+    assert [sampler.sample([request], params)[0].token_ids for request in requests] == together
+    assert [completion.token_ids for completion in sampler.sample(requests[::-1], params)] == together[::-1]
+    assert len({tuple(token_ids) for token_ids in together}) == len(together)
+
+
+@_vllm
+def test_completions_end_at_an_end_token_or_at_max_tokens_or_go_on_past_it(engine: tuple[Any, Path, bool], sampler: Any) -> None:
+    requests = _requests(60)
+    completions = sampler.sample(requests, SamplingParams(temperature=1.0, max_tokens=60))
+    going_on = sampler.sample(requests, SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True))
+    for completion, full in zip(completions, going_on, strict=True):
+        assert not END_IDS & set(completion.token_ids[:-1])
+        assert (completion.token_ids[-1] in END_IDS) == (completion.finish_reason == "stop")
+        assert completion.log_probs is not None
+        assert len(completion.log_probs) == len(completion.token_ids)
+        assert full.finish_reason == "length"
+        assert len(full.token_ids) == 60
+        assert full.token_ids[: len(completion.token_ids)] == completion.token_ids
+    assert {each.token_ids[-1] for each in completions if each.finish_reason == "stop"} == END_IDS
+    assert any(each.finish_reason == "length" for each in completions)
+
+
+@_vllm
+def test_greedy_completions_and_texts_are_those_of_the_other_sampler(
+    engine: tuple[Any, Path, bool], sampler: Any
+) -> None:
+    requests, params = _requests(4), SamplingParams(temperature=0, max_tokens=16)
+    ours = HFSampler(engine[1], dtype="float32").sample(requests, params)
+    theirs = sampler.sample(requests, params)
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    assert [each.text for each in ours] == [each.text for each in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+@_vllm
+def test_log_probs_are_none_when_they_are_not_wanted_and_requests_are_checked(sampler: Any) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4, with_log_probs=False)
+    assert sampler.sample(_requests(1), params)[0].log_probs is None
+    assert sampler.sample([], params) == []
+    with pytest.raises(EngineError, match="request 0 has an empty prompt"):
+        sampler.sample([SampleRequest([], 0)], params)
+    with pytest.raises(EngineError, match="exceeds the model's context of 512"):
+        sampler.sample([SampleRequest([5] * 509, 0)], params)
+
+
+@_vllm
+def test_an_unknown_engine_argument_is_an_error_that_names_the_nearest(engine: tuple[Any, Path, bool]) -> None:
+    with pytest.raises(EngineError, match="no argument 'max_num_seq_s'; the nearest is 'max_num_seqs'"):
+        VLLMSampler(engine[1], dtype="float32", max_num_seq_s=4)
+    with pytest.raises(EngineError, match="'enable_sleep_mode' is set by the sampler"):
+        VLLMSampler(engine[1], dtype="float32", enable_sleep_mode=True)
+
+
+@_vllm
+def test_an_engine_leaves_the_global_generators_as_they_were(tmp_path: Path, engine: tuple[Any, Path, bool]) -> None:
+    engine[0].close()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = (random.random(), np.random.rand(), torch.rand(1).item())
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    VLLMSampler(engine[1], dtype="float32", max_num_seqs=4, max_model_len=64).close()
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
