@@ -7,5 +7,5 @@ VERSION = "0.1.0"
 
 def image(name: str) -> str:
     """Return the image `name`: RATCHET_IMAGE for all components where it is set, else the project's own."""
-    registry = os.environ.get("RATCHET_IMAGE_REGISTRY", "ghcr.io/ratchet-rl")
+    registry = os.environ.get("RATCHET_IMAGE_REGISTRY", "localhost")
     return os.environ.get("RATCHET_IMAGE") or f"{registry}/ratchet-{name}:{VERSION}"

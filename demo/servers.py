@@ -37,6 +37,7 @@ START_SECONDS = 120.0
 """How long a server may take to answer: seconds on a quiet machine, a minute when its imports compete for the cores.
 """
 ANSWER_SECONDS = 5.0
+"""How long one question whether a server is ready may take."""
 STOP_SECONDS = 5.0
 """Between SIGTERM and SIGKILL. SeaweedFS needs 2.5 s to end by itself; what was acknowledged is on disk either way.
 """

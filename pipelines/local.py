@@ -1,4 +1,7 @@
-"""Run a compiled pipeline in this machine's processes, without a cluster: kfp.local over the golden YAML."""
+"""`python -m pipelines.local GOLDEN.yaml key=value ...`: run a compiled pipeline here, without a cluster.
+
+kfp.local runs the golden YAML itself, each task as a process of this environment, whatever image the task names.
+"""
 
 import logging
 import os
@@ -8,20 +11,26 @@ from typing import Any
 
 from kfp import components, local
 
-FOLDER = Path(__file__).parent
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def run_locally(golden: Path, arguments: dict[str, Any], *, pipeline_root: Path) -> None:
-    """Run the compiled pipeline to its end; RuntimeError if a task failed.
-
-    Tasks are processes of this environment, whatever image they name. `pipeline_root` gets KFP's own small files.
-    """
-    # Tasks run in folders of their own, and must import the components' library all the same.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
-    # kfp.local starts "python": it must be this one.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    logging.getLogger("kfp").setLevel(logging.WARNING)
+    """Run the compiled pipeline to its end; RuntimeError if a task failed. KFP's own small files go to `pipeline_root`."""
+    # Tasks start "python" in folders of their own: it must be this one, and find the library.
+    paths = {"PYTHONPATH": str(REPOSITORY), "PATH": str(Path(sys.executable).parent)}
+    for name, first in paths.items():
+        os.environ[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(pipeline_root), raise_on_error=True)
     components.load_component_from_file(str(golden))(**arguments)
+
+
+def main(golden: str, *pairs: str) -> None:
+    """Run with arguments from the command line; whole numbers are numbers."""
+    logging.basicConfig(level=logging.INFO)
+    values = dict(pair.split("=", 1) for pair in pairs)
+    arguments = {name: int(value) if value.isdecimal() else value for name, value in values.items()}
+    run_locally(Path(golden), arguments, pipeline_root=Path(os.environ.get("RATCHET_KFP_ROOT", "kfp-local")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

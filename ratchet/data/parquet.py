@@ -104,7 +104,9 @@ def _read_part(place: str, data: bytes, schema: pa.Schema) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{place} is not a Parquet file: {error}") from error
     if not table.schema.equals(schema):
-        expected, found = ({field.name: str(field.type) for field in one} for one in (schema, table.schema))
+        expected, found = (
+            {field.name: str(field.type) for field in _uniform_schema(one)} for one in (schema, table.schema)
+        )
         names = [name for name in expected | found if expected.get(name) != found.get(name)] or list(expected)
         wanted, came = (", ".join(f"{name} {one.get(name, '-')}" for name in names) for one in (expected, found))
         raise DataError(f"{place}: expected columns {wanted}; found {came}")

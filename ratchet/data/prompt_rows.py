@@ -14,6 +14,7 @@ from ratchet.errors import DataError
 
 GSM8K: Final = "openai/gsm8k"
 INSTRUCTION: Final = 'Let\'s think step by step and output the final answer after "####".'
+SHORT_INSTRUCTION: Final = 'Give only the final answer after "####".'
 """What verl's preprocessing appends to every GSM8K question, after one space."""
 
 _GROUND_TRUTH_KEYS = ("reward_model", "ground_truth", "answer")
@@ -55,11 +56,20 @@ def reference_answer(answer: str, where: str) -> str:
     return match[1].replace(",", "")
 
 
-def gsm8k_row(question: str, answer: str, *, split: str, index: int, data_source: str = GSM8K, where: str) -> PromptRow:
+def gsm8k_row(
+    question: str,
+    answer: str,
+    *,
+    split: str,
+    index: int,
+    data_source: str = GSM8K,
+    instruction: str = INSTRUCTION,
+    where: str,
+) -> PromptRow:
     """The row that verl's `examples/data_preprocess/gsm8k.py` writes for one GSM8K problem; `index` counts from 0."""
     return PromptRow(
         data_source=data_source,
-        prompt=[{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        prompt=[{"role": "user", "content": f"{question} {instruction}"}],
         ability="math",
         reward_model={"style": "rule", "ground_truth": reference_answer(answer, where)},
         extra_info={"answer": answer, "index": index, "question": question, "split": split},
@@ -116,12 +126,14 @@ def _prompt_row(
         raise DataError(f"{where}: expected extra_info to be an object, got {type(extra).__name__}")
     known = {prompt_key, "data_source", "ability", "reward_model", "ground_truth", "extra_info"}
     others = {key: value for key, value in without_nulls(record).items() if key not in known}
+    if "reward_model" not in record and "extra_info" not in record:
+        others = {**others, "split": split, "index": index}
     return PromptRow(
         data_source=str(source),
         prompt=_messages(record[prompt_key], f"{where}, {prompt_key}"),
         ability=str(record.get("ability") or "general"),
         reward_model=reward_model,
-        extra_info={**others, "split": split, "index": index, **extra} if "extra_info" not in record else extra,
+        extra_info={**others, **extra},
     )
 
 

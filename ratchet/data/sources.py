@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from ratchet.data import word_problems
 from ratchet.data.json_lines import json_lines_of
-from ratchet.data.prompt_rows import GSM8K, PromptRow, gsm8k_row, row_from_record
+from ratchet.data.prompt_rows import GSM8K, INSTRUCTION, SHORT_INSTRUCTION, PromptRow, gsm8k_row, row_from_record
 from ratchet.data.verl_parquet import parquet_records, write_verl_parquet
 from ratchet.errors import DataError
 
@@ -27,6 +27,7 @@ _SUFFIXES = (".parquet", ".jsonl", ".json")
 _DATASET_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_CONFIGS = {GSM8K: "main", "gsm8k": "main"}
 _SPLITS = ("train", "test")
+_INSTRUCTIONS = {"steps": INSTRUCTION, "short": SHORT_INSTRUCTION}
 
 
 def load_rows(spec: str, *, split: str, data_source: str | None = None, prompt_key: str = "prompt") -> list[PromptRow]:
@@ -122,13 +123,24 @@ def _refuse_hub(dataset_id: str, split: str, error: Exception) -> NoReturn:
 def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
     defaults = {"level": 1, "size": 512, "seed": 0}
     given = dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True))
+    style = given.pop("instruction", "steps")
+    if style not in _INSTRUCTIONS:
+        raise DataError(f"{spec}: expected one of {', '.join(_INSTRUCTIONS)} for instruction, got {style}")
     for key, text in given.items():
         if key not in defaults or not re.fullmatch(r"\d{1,9}", text):
             raise DataError(f"{spec}: expected integers for level, size and seed, got {key}={text}")
         defaults[key] = int(text)
     problems = word_problems.generate(split=split, **defaults)
     return [
-        gsm8k_row(each["question"], each["answer"], split=split, index=index, data_source=data_source, where=spec)
+        gsm8k_row(
+            each["question"],
+            each["answer"],
+            split=split,
+            index=index,
+            data_source=data_source,
+            instruction=_INSTRUCTIONS[style],
+            where=spec,
+        )
         for index, each in enumerate(problems)
     ]
 

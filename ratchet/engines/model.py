@@ -124,6 +124,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The folder's tokenizer, which must have a chat template."""
+    if not folder.is_dir():
+        raise EngineError(f"model folder {str(folder)!r} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:

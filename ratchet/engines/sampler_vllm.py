@@ -209,19 +209,32 @@ class VLLMSampler:
     def close(self) -> None:
         """Give the memory back; the sampler is not usable afterwards.
 
-        A default process group that was there before the engine stays; the engine's own is destroyed.
+        A default process group that was there before the engine stays; one that the engine made ends with it.
         """
         if self._llm is None:
             return
-        state: Any = importlib.import_module("vllm.distributed.parallel_state")
-        self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        state.destroy_model_parallel()
-        if self._owns_process_group:
-            state.destroy_distributed_environment()
-        gc.collect()
+        with contextlib.nullcontext() if self._owns_process_group else _default_group_kept():
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _default_group_kept() -> Iterator[None]:
+    """An engine that stops destroys the default process group, whoever made it; here it ends its own groups only."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_named(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    torch.distributed.destroy_process_group = destroy_named
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 def _import_vllm() -> Any:

@@ -69,6 +69,8 @@ class Scorer:
     def close(self) -> None:
         """Give the memory back; the scorer is not usable afterwards."""
         del self._module
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _score(self, packed: PackedTokens) -> Tensor:

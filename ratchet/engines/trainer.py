@@ -8,6 +8,7 @@ loss by rounding only.
 import logging
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -39,7 +40,7 @@ class Trainer:
     """
 
     policy_version: int
-    """Steps done: version k is what step k published, 0 the base."""
+    """Steps done: version k is what step k published, 0 the base. Set it where a folder is not the base."""
 
     def __init__(
         self, module: PackedLogProbs, settings: TrainerSettings, mesh: DeviceMesh, device: torch.device
@@ -67,13 +68,13 @@ class Trainer:
         Raises ConfigError where another number of processes runs, EngineError where the model cannot be loaded.
         """
         place = local_device(device)
-        mesh = join_group(world_size, place)
-        try:
+        with ExitStack() as on_failure:
+            mesh = join_group(world_size, place)
+            on_failure.callback(leave_group)
             model = load_causal_lm(model_folder, torch.float32, device=place)
-            return cls(PackedLogProbs(model, temperature=settings.temperature), settings, mesh, place)
-        except BaseException:
-            leave_group()
-            raise
+            trainer = cls(PackedLogProbs(model, temperature=settings.temperature), settings, mesh, place)
+            on_failure.pop_all()
+        return trainer
 
     def update(self, rows: Sequence[TrainRow], *, step: int) -> dict[str, float]:
         """Run step `step` (from 1): all epochs and mini-batches over `rows`. Returns metrics by verl's names.
@@ -150,6 +151,8 @@ class Trainer:
             return
         self._is_closed = True
         del self._module, self._optimizer, self._parameters
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         leave_group()
 
     def _learning_rate(self, step: int) -> float:

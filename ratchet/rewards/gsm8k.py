@@ -35,6 +35,7 @@ _VERL_WINDOW = 300
 _BLANK = re.compile(rf"[ \t{GROUP_SPACE}]+")
 _UNBRACED = re.compile(r"\S{1,200}")
 _NEXT_LINE = re.compile(r"\s*(?:[-*+] )?")
+_DIGIT = re.compile(r"\d")
 _MARKER = re.compile(r"#{4,}")
 _CUE = re.compile(
     r"<answer>|\banswer[*_\"']{0,4} ?"
@@ -55,6 +56,7 @@ _NEGATED_BEFORE = re.compile(r"\S *-[\s*$({]*$|^-[*$({]*$")
 _OFFERED_AFTER = re.compile(
     r"[\s*$)%]*(?:\b(?:or|to|and)\b[\s*$(]*[\d.]|[-/,]?[\s*$]*\d|\0)|[^.!?\n]*\bor\b", re.IGNORECASE
 )
+_OFFERED_NEXT = re.compile(r"\n\s{0,8}(?:[-*] )?or\b[^\n]{0,40}?\d", re.IGNORECASE)
 _BOX_EVENT = re.compile(r"\\f?boxed *(\{)?|\\.|[{}]", re.DOTALL)
 
 
@@ -128,11 +130,17 @@ def _stated_line(text: str, start: int) -> str | None:
     return line if _LEAD.match(line) else None
 
 
+def _is_offered_next(text: str, start: int) -> bool:
+    """Whether the line behind the one at `start` goes on with "or 73"."""
+    end = text.find("\n", start)
+    return end >= 0 and _OFFERED_NEXT.match(text, end) is not None
+
+
 def _after_marker(text: str, marker: re.Match[str]) -> Fraction | None:
     if _OFFERED_BEFORE.search(without_markup(_line_before(text, marker.start())[-80:])):
         return None
     line = _stated_line(text, marker.end())
-    return None if line is None else read_answer(line)
+    return None if line is None or _is_offered_next(text, marker.end()) else read_answer(line)
 
 
 def _in_box(text: str, boxes: list[_Box]) -> Fraction | None:
@@ -155,12 +163,13 @@ def _after_cue(text: str) -> tuple[bool, Fraction | None]:
     """(whether a cue with a number was found, its value)."""
     end = len(text)
     for cue in reversed(list(_CUE.finditer(text))):
-        line = _stated_line(text[cue.end() : min(end, cue.end() + 2 * LONGEST_LINE)], 0)
+        window = text[cue.end() : min(end, cue.end() + 2 * LONGEST_LINE)]
         end = cue.start()
+        line = _stated_line(window, 0) if _DIGIT.search(window) else None
         if line is None or not _LEAD.match(line):
             continue
         is_offered = re.search(r"\bor (?:the )?(?:final )?$", _line_before(text, cue.start())[-40:], re.IGNORECASE)
-        return True, None if is_offered else read_answer(line)
+        return True, None if is_offered or _is_offered_next(text, cue.end()) else read_answer(line)
     return False, None
 
 
@@ -171,7 +180,7 @@ def _last_number(text: str) -> Fraction | None:
     for line in reversed(tail.split("\n")):
         is_found, value = read_last_number(without_markup(line))
         if is_found:
-            return value
+            return None if re.match(r"\W{0,8}or\b", line, re.IGNORECASE) else value
     return None
 
 

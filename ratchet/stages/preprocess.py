@@ -76,7 +76,9 @@ class Preprocess(Stage):
 
     def _rows(self, config: RunConfig) -> Sequence[PromptRow]:
         data = config.data
-        return _load(self._source(config), self.split, data.data_source, data.prompt_key)
+        # Data sets call their held-out split test.
+        split = "train" if self.split == "train" else "test"
+        return _load(self._source(config), split, data.data_source, data.prompt_key)
 
     def _within_limit(self, context: Context, numbered: list[tuple[str, PromptRow]]) -> list[tuple[str, PromptRow]]:
         from ratchet.engines.model import chat_prompt_ids

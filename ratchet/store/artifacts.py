@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,10 +58,15 @@ def read_bytes(store: ObjectStore, artifact: Artifact) -> list[bytes]:
 
 def read_folder(store: ObjectStore, artifact: Artifact, target: Path) -> None:
     """Copy the artifact's files below the local folder `target`, checking every digest."""
-    for entry in artifact.files:
-        path = target / entry.path
-        store.download_file(f"{artifact.folder}/{entry.path}", path)
-        _check(store, artifact, entry, sha256_file(path))
+    # One file is hashed while the next one is under way.
+    with ThreadPoolExecutor(1) as hasher:
+        digests = []
+        for entry in artifact.files:
+            path = target / entry.path
+            store.download_file(f"{artifact.folder}/{entry.path}", path)
+            digests.append(hasher.submit(sha256_file, path))
+        for entry, digest in zip(artifact.files, digests, strict=True):
+            _check(store, artifact, entry, digest.result())
 
 
 def is_present(store: ObjectStore, artifact: Artifact) -> bool:

@@ -138,7 +138,12 @@ class S3Store(ObjectStore):
 
     def delete(self, key: str) -> None:
         with self._errors("delete", key):
-            self._client.delete_object(Bucket=self.bucket, Key=self._name(key))
+            try:
+                self._client.delete_object(Bucket=self.bucket, Key=self._name(key))
+            except ClientError as error:
+                # Amazon's answer is the same whether there was one; that of others is not.
+                if _code(error) != "NoSuchKey":
+                    raise
 
     def upload_file(self, path: Path, key: str) -> None:
         with self._errors("write", key):

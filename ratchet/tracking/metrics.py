@@ -36,9 +36,9 @@ def mlflow_names(names: Iterable[str], known: Mapping[str, str] | None = None) -
     """Return name -> the name under which MLflow stores it, no two alike.
 
     Rewritten as verl does: `@` becomes `_at_`, repeated slashes one, every other character that MLflow refuses `_`.
-    Then what MLflow refuses besides: slashes at the ends go, the segments `.` and `..` become `_` and `__`, and a
-    name over 250 characters is cut. Of names that become equal, a legal one keeps its name; the others get the start of
-    the sha256 of their own name. `known` holds the names decided earlier: they keep theirs.
+    Then what MLflow refuses besides: slashes at the ends go, the segments `.` and `..` and two dots at the start
+    become `_` and `__`, and a name over 250 characters is cut. Of names that become equal, a legal one keeps its name;
+    the others get the start of the sha256 of their own name. `known` holds names decided earlier: they keep theirs.
     """
     wanted = list(dict.fromkeys(names))
     result = dict(known or {})
@@ -58,6 +58,7 @@ def _legal(name: str) -> str:
     text = _ILLEGAL.sub("_", _SLASHES.sub("/", name.replace("@", "_at_"))).strip("/")
     # As a path, `.` and `..` would resolve to another name.
     text = "/".join("_" * len(part) if part in (".", "..") else part for part in text.split("/")) or "_"
+    text = f"__{text[2:]}" if text.startswith("..") else text
     return text if len(text) <= MAX_NAME else _with_suffix(text, hashlib.sha256(name.encode()).hexdigest()[:8])
 
 

@@ -156,7 +156,7 @@ def test_a_value_of_the_wrong_type_names_its_column(column: str, value: Any) -> 
 
 def test_a_fraction_among_token_ids_is_refused() -> None:
     schema = pa.schema([("ids", pa.list_(pa.int32()))])
-    with pytest.raises(DataError, match="column 'ids' takes .*: 2.5 is not an integer"):
+    with pytest.raises(DataError, match=r"column 'ids' takes .*: 2\.5 is not an integer"):
         table_from_rows([{"ids": None}, {"ids": [1, 2.5]}], schema)
 
 
@@ -168,7 +168,9 @@ def test_missing_and_unknown_columns_are_named() -> None:
 
 def test_a_table_of_another_kind_is_named_with_its_differences(store: ObjectStore) -> None:
     artifact = write_table(store, "step-000001/reward/0001-a", rewards(1))
-    with pytest.raises(DataError, match=r"0001-a/part-00000\.parquet: expected columns policy_log_probs list<") as caught:
+    with pytest.raises(
+        DataError, match=r"0001-a/part-00000\.parquet: expected columns policy_log_probs list<"
+    ) as caught:
         read_table(store, artifact, schemas.scores("policy"))
     assert "group_id" not in str(caught.value)
     narrow = schemas.REWARDS.set(2, pa.field("reward", pa.float32()))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet.engines import log_probs as log_probs_module
 from ratchet.engines.log_probs import PackedLogProbs, pack, score
@@ -116,14 +117,14 @@ def test_logits_of_all_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatc
     weight = torch.zeros(1000, 8, requires_grad=True)
     seen: list[int] = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor):
                 seen.append(result.numel())
             return result
 
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         log_probs, entropy = log_probs_module._chunked_log_probs(
             hidden, weight, torch.zeros(64, dtype=torch.long), 1.0, None, 1.0, True
         )

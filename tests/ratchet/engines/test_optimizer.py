@@ -1,5 +1,8 @@
 """Learning rates against numbers worked by hand and transformers' schedules."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -25,10 +28,10 @@ def test_each_schedule_gives_the_rates_worked_by_hand() -> None:
 
 
 def test_the_schedules_are_those_of_transformers() -> None:
-    makers = {
-        "constant": lambda optimizer: get_constant_schedule_with_warmup(optimizer, 3),
-        "linear": lambda optimizer: linear_with_warmup(optimizer, 3, 11),
-        "cosine": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 3, 11),
+    makers: dict[LRScheduler, Any] = {
+        "constant": partial(get_constant_schedule_with_warmup, num_warmup_steps=3),
+        "linear": partial(linear_with_warmup, num_warmup_steps=3, num_training_steps=11),
+        "cosine": partial(get_cosine_schedule_with_warmup, num_warmup_steps=3, num_training_steps=11),
     }
     for scheduler, maker in makers.items():
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
@@ -38,7 +41,7 @@ def test_the_schedules_are_those_of_transformers() -> None:
             theirs.append(schedule.get_last_lr()[0])
             optimizer.step()
             schedule.step()
-        assert rates(scheduler, steps=12, warmup=3, total=11) == pytest.approx(theirs, abs=1e-12)  # type: ignore[arg-type]
+        assert rates(scheduler, steps=12, warmup=3, total=11) == pytest.approx(theirs, abs=1e-12)
 
 
 def test_a_step_or_schedule_that_makes_no_sense_is_refused() -> None:

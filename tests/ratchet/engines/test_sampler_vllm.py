@@ -19,6 +19,7 @@ from tests.tiny_models import make_tiny_model
 END_IDS = {0, 2}
 # Long enough to fill blocks of the prefix cache.
 LONG = [1, *range(100, 400)]
+Engine = tuple[Any, Path, bool]
 
 
 def _expect_log_probs(
@@ -64,50 +65,51 @@ def test_a_broken_torchvision_is_named_before_vllm_stumbles_over_it(
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path, bool]]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A running engine, the folder of its first weights, and whether its embeddings are tied."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", tied=request.param)
+    # The untied engine starts beside a trainer's process group, which must outlive it.
+    owns_group = not request.param and not torch.distributed.is_initialized()
+    if owns_group:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    had_process_group = torch.distributed.is_initialized()
+    # The engine seeds the global generators; nobody else in the process may notice.
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     yield sampler, folder, request.param
     sampler.close()
-    assert not torch.distributed.is_initialized()
+    assert torch.distributed.is_initialized() == had_process_group
+    if owns_group:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
-def sampler(engine: tuple[Any, Path, bool]) -> Any:
+def sampler(engine: Engine) -> Any:
     """The engine with its first weights, whatever the test before has loaded."""
     sampler, folder, _ = engine
     sampler.load_weights(_reference_model(folder).named_parameters())
     return sampler
 
 
-vllm = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
-
 def _vllm(test: Any) -> Any:
-    for mark in vllm:
-        test = mark(test)
-    return test
+    """Mark a test that runs vLLM, whose imports warn of what it and PyTorch have deprecated."""
+    for category in ("DeprecationWarning", "FutureWarning"):
+        test = pytest.mark.filterwarnings(f"ignore::{category}")(test)
+    return pytest.mark.vllm(test)
 
 
 @_vllm
 @pytest.mark.parametrize(
     "truncation", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 8, "top_p": 0.7}], ids=["none", "top-p", "top-k", "both"]
 )
-def test_log_probs_mean_the_same_in_both_samplers(
-    engine: tuple[Any, Path, bool], sampler: Any, truncation: dict[str, Any]
-) -> None:
+def test_log_probs_mean_the_same_in_both_samplers(engine: Engine, sampler: Any, truncation: dict[str, Any]) -> None:
     requests, params = _requests(6), SamplingParams(temperature=0.7, max_tokens=24, **truncation)
     completions = sampler.sample(requests, params)
     if not truncation:
         _expect_log_probs(_reference_model(engine[1]), requests, completions, 0.7)
-    # Score vLLM's tokens with the truncation of ours, by drawing from their logits until the token comes.
     model = _reference_model(engine[1])
     for request, completion in zip(requests, completions, strict=True):
         expected = _truncated_log_probs(model, request, completion, params)
@@ -133,9 +135,8 @@ def _truncated_log_probs(
 
 
 @_vllm
-def test_log_probs_follow_every_update_of_the_weights(engine: tuple[Any, Path, bool], sampler: Any) -> None:
-    _, folder, tied = engine
-    model = _reference_model(folder)
+def test_log_probs_follow_every_update_of_the_weights(engine: Engine, sampler: Any) -> None:
+    model = _reference_model(engine[1])
     requests, params = _requests(6), SamplingParams(temperature=1.0, max_tokens=16)
     generator = torch.Generator().manual_seed(1)
     for passes_tensors in (True, True, False):
@@ -145,18 +146,15 @@ def test_log_probs_follow_every_update_of_the_weights(engine: tuple[Any, Path, b
                 parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
         # As tensors in this process, or through files as for workers in other processes.
         sampler._passes_tensors = passes_tensors
-        weights = model.state_dict()
-        assert "lm_head.weight" in weights
-        sampler.load_weights(weights.items() if passes_tensors else model.named_parameters())
+        # With a tied head's copy, and without.
+        sampler.load_weights(model.state_dict().items() if passes_tensors else model.named_parameters())
         _expect_log_probs(model, requests, sampler.sample(requests, params), 1.0)
     sampler._passes_tensors = True
-    assert model.config.tie_word_embeddings == tied
+    assert model.config.tie_word_embeddings == engine[2]
 
 
 @_vllm
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
-    engine: tuple[Any, Path, bool], sampler: Any
-) -> None:
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine: Engine, sampler: Any) -> None:
     weights = dict(_reference_model(engine[1]).named_parameters())
     requests, params = _requests(2), SamplingParams(temperature=1.0, max_tokens=8)
     with pytest.raises(EngineError, match="unknown weight 'extra'"):
@@ -179,7 +177,7 @@ def test_a_seed_gives_the_same_completion_alone_and_in_a_batch(sampler: Any) -> 
 
 
 @_vllm
-def test_completions_end_at_an_end_token_or_at_max_tokens_or_go_on_past_it(engine: tuple[Any, Path, bool], sampler: Any) -> None:
+def test_completions_end_at_an_end_token_or_at_max_tokens_or_go_on_past_it(engine: Engine, sampler: Any) -> None:
     requests = _requests(60)
     completions = sampler.sample(requests, SamplingParams(temperature=1.0, max_tokens=60))
     going_on = sampler.sample(requests, SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True))
@@ -196,9 +194,7 @@ def test_completions_end_at_an_end_token_or_at_max_tokens_or_go_on_past_it(engin
 
 
 @_vllm
-def test_greedy_completions_and_texts_are_those_of_the_other_sampler(
-    engine: tuple[Any, Path, bool], sampler: Any
-) -> None:
+def test_greedy_completions_and_texts_are_those_of_the_other_sampler(engine: Engine, sampler: Any) -> None:
     requests, params = _requests(4), SamplingParams(temperature=0, max_tokens=16)
     ours = HFSampler(engine[1], dtype="float32").sample(requests, params)
     theirs = sampler.sample(requests, params)
@@ -220,18 +216,8 @@ def test_log_probs_are_none_when_they_are_not_wanted_and_requests_are_checked(sa
 
 
 @_vllm
-def test_an_unknown_engine_argument_is_an_error_that_names_the_nearest(engine: tuple[Any, Path, bool]) -> None:
+def test_an_unknown_engine_argument_is_an_error_that_names_the_nearest(engine: Engine) -> None:
     with pytest.raises(EngineError, match="no argument 'max_num_seq_s'; the nearest is 'max_num_seqs'"):
         VLLMSampler(engine[1], dtype="float32", max_num_seq_s=4)
     with pytest.raises(EngineError, match="'enable_sleep_mode' is set by the sampler"):
         VLLMSampler(engine[1], dtype="float32", enable_sleep_mode=True)
-
-
-@_vllm
-def test_an_engine_leaves_the_global_generators_as_they_were(tmp_path: Path, engine: tuple[Any, Path, bool]) -> None:
-    engine[0].close()
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    expected = (random.random(), np.random.rand(), torch.rand(1).item())
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    VLLMSampler(engine[1], dtype="float32", max_num_seqs=4, max_model_len=64).close()
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected

@@ -17,7 +17,14 @@ from ratchet.engines.trainer import Trainer, TrainerSettings, TrainRow
 from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
 from tests.tiny_models import make_tiny_model
 
-SETTINGS = TrainerSettings(lr=1e-3, mini_batch_size=8, compute_dtype="float32", max_tokens_per_micro_batch=64)
+SETTINGS = TrainerSettings(
+    lr=1e-3,
+    # Far above rounding: with a tiny epsilon, AdamW turns the sign of a rounding error into a whole step.
+    adam_eps=1e-3,
+    mini_batch_size=8,
+    compute_dtype="float32",
+    max_tokens_per_micro_batch=64,
+)
 LENGTHS = [3, 1, 5, 2, 4, 7]
 
 
@@ -72,7 +79,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 def plain_update(folder: Path, rows: list[TrainRow]) -> tuple[dict[str, Tensor], float, float]:
     """Weights, loss and gradient norm of one token-mean update, token by token with Hugging Face's logits."""
     model = load_causal_lm(folder, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.01)
     count = sum(sum(row.loss_mask) for row in rows)
     loss = torch.zeros(())
     for row in rows:
@@ -182,6 +189,33 @@ def test_a_state_that_is_missing_or_of_another_model_is_refused(make_trainer: Ma
     stranger.close()
 
 
+def test_equal_states_have_equal_bytes(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.update(ROWS, step=1)
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        trainer.save_state(folder)
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert one == other
+
+
+def test_a_state_whose_index_would_run_code_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.save_state(tmp_path / "state")
+    # As a pickle this calls os.mkdir.
+    ran = tmp_path / "ran"
+    (tmp_path / "state/.metadata").write_bytes(b"cos\nmkdir\n(V" + str(ran).encode() + b"\ntR.")
+    with pytest.raises(EngineError, match=r"it names os\.mkdir"):
+        trainer.load_state(tmp_path / "state")
+    assert not ran.exists()
+
+
+def test_a_model_that_cannot_be_trained_leaves_no_process_group(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        Trainer.from_folder(tmp_path, SETTINGS, device="cpu")
+    assert not distributed.is_initialized()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_are_those_of_the_folder_under_its_names(
     tied: bool, make_trainer: MakeTrainer, tmp_path: Path
@@ -246,7 +280,8 @@ def test_empty_completions_and_masked_rows_train_nothing_and_hurt_nothing(make_t
 @pytest.mark.parametrize("column", ["advantages", "behaviour_log_probs"])
 def test_a_row_that_is_not_finite_is_refused_and_moves_nothing(column: str, make_trainer: MakeTrainer) -> None:
     trainer, untouched = make_trainer(), make_trainer()
-    bad = replace(ROWS[1], **{column: [float("nan")]})  # type: ignore[arg-type]
+    changed: dict[str, Any] = {column: [float("nan")]}
+    bad = replace(ROWS[1], **changed)
     with pytest.raises(NumericsError, match=f"row 2 has {column}"):
         trainer.update([*ROWS[:2], bad], step=1)
     assert_equal(trainer, untouched)
@@ -277,7 +312,7 @@ def test_rows_that_do_not_fit_are_refused(make_trainer: MakeTrainer) -> None:
         ({"prompt_token_ids": []}, "no prompt token"),
     ):
         with pytest.raises(DataError, match=message):
-            trainer.update([replace(ROWS[0], **changed)], step=1)  # type: ignore[arg-type]
+            trainer.update([replace(ROWS[0], **changed)], step=1)
 
 
 def test_steps_follow_each_other(make_trainer: MakeTrainer) -> None:
@@ -314,7 +349,7 @@ def test_shuffled_rows_are_a_function_of_seed_step_and_epoch(make_trainer: MakeT
 
 def test_the_kl_loss_pulls_towards_the_reference(make_trainer: MakeTrainer) -> None:
     flat = [replace(row, advantages=[0.0] * len(row.advantages)) for row in ROWS]
-    trainer = make_trainer(kl_loss_coef=1.0, kl_loss_type="k2", weight_decay=0.0)
+    trainer = make_trainer(kl_loss_coef=1.0, kl_loss_type="k2", weight_decay=0.0, lr=1e-4)
     losses = [trainer.update(flat, step=step)["actor/kl_loss"] for step in range(1, 6)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
@@ -322,7 +357,7 @@ def test_the_kl_loss_pulls_towards_the_reference(make_trainer: MakeTrainer) -> N
 
 def test_the_entropy_bonus_raises_the_entropy(make_trainer: MakeTrainer) -> None:
     flat = [replace(row, advantages=[0.0] * len(row.advantages)) for row in ROWS]
-    trainer = make_trainer(entropy_coeff=1.0, weight_decay=0.0)
+    trainer = make_trainer(entropy_coeff=1.0, weight_decay=0.0, lr=1e-4)
     entropies = [trainer.update(flat, step=step)["actor/entropy"] for step in range(1, 4)]
     assert entropies == sorted(entropies)
     assert entropies[-1] > entropies[0]

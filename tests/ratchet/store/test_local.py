@@ -32,7 +32,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "file" / "below")
     source = tmp_path / "source"
     source.write_bytes(b"1")
-    for call in (lambda: store.put("x", b""), lambda: store.put_create("x", b""), lambda: store.upload_file(source, "x")):
+    for call in (
+        lambda: store.put("x", b""),
+        lambda: store.put_create("x", b""),
+        lambda: store.upload_file(source, "x"),
+    ):
         with pytest.raises(StoreError, match=r"cannot write 'x' in .*file/below.*Not a directory|File exists"):
             call()
     assert list(store.list_objects("")) == []
@@ -48,7 +52,9 @@ def test_a_disk_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_created_is_synced_with_every_new_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_created_is_synced_with_every_new_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     fsync = os.fsync
 

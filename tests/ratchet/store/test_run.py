@@ -50,7 +50,10 @@ def test_a_run_is_created_once_and_joined_by_equal_configs(root: str) -> None:
     assert Run(root, "run-1").create_or_check(semantic) is True
     assert Run(root, "run-1").create_or_check(semantic) is False
     assert Run(root, "run-1").create_or_check(json.loads(json.dumps(semantic))) is False
-    assert Run(root, "run-1").semantic() == {"data": {"train_batch_size": 8}, "actor": {"lr": 1e-6, "betas": [0.9, 0.95]}}
+    assert Run(root, "run-1").semantic() == {
+        "data": {"train_batch_size": 8},
+        "actor": {"lr": 1e-6, "betas": [0.9, 0.95]},
+    }
     assert Run(root, "run-10").create_or_check({}) is True
 
 
@@ -99,7 +102,12 @@ def test_a_run_that_is_missing_damaged_or_of_another_format_is_named(root: str) 
     run = Run(root, "run-1")
     with pytest.raises(NotCommittedError, match=r"no run at .*run-1: run\.json is missing"):
         run.semantic()
-    for body, text in ((b"{", "damaged"), (b"3", "damaged"), (b'{"format":2,"semantic":{}}', "format 2"), (b"{}", "format")):
+    for body, text in (
+        (b"{", "damaged"),
+        (b"3", "damaged"),
+        (b'{"format":2,"semantic":{}}', "format 2"),
+        (b"{}", "format"),
+    ):
         run.store.put("run.json", body)
         with pytest.raises(StoreError, match=rf"run-1/run\.json.*{text}"):
             run.semantic()
@@ -151,7 +159,9 @@ def test_who_lost_the_run_is_told_who_has_it(root: str, run: Run) -> None:
     assert run.check_ownership() == run.owner
     winner = Run(root, "run-1").claim({})
     Run(root, "run-1").claim({})
-    with pytest.raises(OwnershipLostError, match=rf"epoch 1 lost it to epoch 3 \(process {winner.pid} on {winner.host}\)"):
+    with pytest.raises(
+        OwnershipLostError, match=rf"epoch 1 lost it to epoch 3 \(process {winner.pid} on {winner.host}\)"
+    ):
         run.check_ownership()
 
 
@@ -285,7 +295,12 @@ def test_the_stages_of_a_step_come_in_the_order_in_which_they_ended(run: Run) ->
     for stage, ended in (("reward", 3.0), ("advantage", 5.0), ("rollout", 2.0), ("scores", 3.0)):
         commit(run, 1, stage, ended=ended)
     run.store.put("step-000001/policy_update/0001-x/part", b"1")
-    assert [manifest.content.stage for manifest in run.step_manifests(1)] == ["rollout", "reward", "scores", "advantage"]
+    assert [manifest.content.stage for manifest in run.step_manifests(1)] == [
+        "rollout",
+        "reward",
+        "scores",
+        "advantage",
+    ]
     assert run.step_manifests(2) == []
 
 

@@ -151,7 +151,12 @@ def test_a_web_server_is_not_taken_for_s3(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    for status, body in ((200, b"<html><br><p>Welcome</html>"), (404, b"<html>Nothing</html>"), (403, b"No."), (500, b"")):
+    for status, body in (
+        (200, b"<html><br><p>Welcome</html>"),
+        (404, b"<html>Nothing</html>"),
+        (403, b"No."),
+        (500, b""),
+    ):
         with web_server(status, body) as endpoint:
             monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
             store = open_store("s3://bucket/x")

@@ -59,6 +59,7 @@ def test_a_line_shows_what_is_not_finite() -> None:
         ("tail/", "tail"),
         ("a/../b", "a/__/b"),
         ("./a", "_/a"),
+        ("..a", "__a"),
         ("kl=0.1", "kl_0.1"),
         ("line\n", "line_"),
         ("", "_"),

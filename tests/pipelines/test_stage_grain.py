@@ -1,0 +1,58 @@
+"""The compiled pipeline at stage grain: a process for each stage, and the same content as a process for everything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ratchet.config import parse_text
+from ratchet.grains import loop
+from ratchet.grains.session import open_session, submit
+from ratchet.store.run import Run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOLDEN = REPOSITORY / "pipelines" / "grpo" / "pipeline_stages.yaml"
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def test_a_process_for_each_stage_commits_what_one_process_commits(
+    s3_root: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((REPOSITORY / "configs" / "tiny.yaml").read_text())
+    config["data"] |= {
+        "train_files": "ratchet/word-problems?level=2&size=16",
+        "val_files": "ratchet/word-problems?size=4",
+    }
+    config["actor_rollout_ref"]["model"]["path"] = str(tiny_model)
+    config["actor_rollout_ref"]["actor"] |= {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.01}
+    config["trainer"] |= {"logger": []}
+    text = yaml.safe_dump(config)
+    log = tmp_path / "pipeline.log"
+    program = [sys.executable, "-W", "ignore", "-m", "pipelines.local", str(GOLDEN)]
+    with log.open("wb") as sink:
+        finished = subprocess.run(
+            [*program, f"root={s3_root}", "run_id=pods", f"config={text}", "total_steps=2"],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RATCHET_KFP_ROOT": str(tmp_path / "kfp")},
+            stdout=sink,
+            stderr=sink,
+            check=False,
+        )
+    assert finished.returncode == 0, log.read_text()[-3000:]
+
+    one = parse_text(text, ["trainer.total_training_steps=2", "trainer.grain=segment"])
+    other = submit(s3_root, "process", one)
+    with open_session(other, one) as session:
+        loop.train(session)
+
+    pods = Run(s3_root, "pods")
+    for step in range(3):
+        expected = {item.content.stage: item.content_digest for item in other.step_manifests(step)}
+        assert {item.content.stage: item.content_digest for item in pods.step_manifests(step)} == expected
+    assert {"rollout", "reward", "reference_scores", "advantage", "policy_update", "evaluate", "checkpoint_export"} == {
+        item.content.stage for item in pods.step_manifests(1) + pods.step_manifests(2)
+    }
