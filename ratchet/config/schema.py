@@ -93,7 +93,9 @@ class ActorConfig(Section):
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
-    entropy_coeff: float = 0.0
+    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
+    """Divisor of seq-mean-token-sum-norm, in tokens; data.max_response_length where it is not given."""
+    entropy_coeff: NonNegative = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: NonNegative = 0.001
     kl_loss_type: KLType = "low_var_kl"

@@ -25,6 +25,7 @@ class PolicyUpdate(Stage):
     timing = "update_actor"
     config_keys = (
         "data.train_batch_size",
+        "data.max_response_length",
         "actor_rollout_ref.actor",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.rollout.dtype",

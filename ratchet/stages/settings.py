@@ -97,6 +97,7 @@ def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
         clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_c=actor.clip_ratio_c,
         loss_agg_mode=actor.loss_agg_mode,
+        loss_norm_length=actor.loss_scale_factor or config.data.max_response_length,
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
