@@ -23,7 +23,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow compile images manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile images manifests lock clean
 
 ##@ Start here
 
@@ -63,6 +63,9 @@ test-fast: $(PROJECT) ## the tests that take seconds
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(PROJECT) $(VLLM) ## servers, model conversion, vLLM, whole pipelines
 	$(BIN)/python -m pytest -m "($(SLOW)) and not gpu" $(PYTEST_ARGS)
+
+e2e: $(PROJECT) ## a tiny run on the live server that KF_PIPELINES_ENDPOINT, RATCHET_IMAGE, RATCHET_ROOT, RATCHET_MODEL name
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 manifests: $(PROJECT) ## check every kustomization and image definition
 	$(BIN)/python -m pytest tests/manifests tests/images $(PYTEST_ARGS)

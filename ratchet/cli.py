@@ -47,6 +47,8 @@ def _options(
     if version:
         typer.echo(__version__)
         raise typer.Exit
+    # transformers draws a bar for each file that it reads and writes.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -66,7 +68,7 @@ def train(
     parsed = load_config(config, overrides or [])
     root, run_id = root or parsed.trainer.default_local_dir, run_id or parsed.trainer.experiment_name
     entry.check_root(root)
-    run = submit(root, run_id, parsed)
+    run = submit(root, run_id, parsed, is_here=True)
     with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
         loop.train(session)
     typer.echo(f"run: {run.uri}")
@@ -82,7 +84,6 @@ def stage(
     """Run one stage of one step. A committed stage is computed again and compared; nothing is published then."""
     from ratchet.grains.entry import replay_stage, take_over
     from ratchet.stages.graph import step_stage
-    from ratchet.store.run import Run
 
     opened = _open_run(run)
     config = _newest_config(opened)
@@ -91,9 +92,8 @@ def stage(
         raise typer.BadParameter(f"a step of this run has no stage {name!r}", param_hint="NAME")
     if debug:
         breakpoint()
-    if Run(opened.root, opened.run_id).manifest(name, step) is None:
-        with take_over(opened, config) as session:
-            session.run(found, step)
+    if opened.manifest(name, step) is None:
+        take_over(found, opened, config, step)
         typer.echo(f"committed {name} of step {step}")
         return
     for role, (old, new) in replay_stage(found, opened, config, step).items():
@@ -136,8 +136,7 @@ def evaluate(run: RunArgument, step: StepOption) -> None:
     opened = _open_run(run)
     manifest = opened.manifest(Evaluate.name, step)
     if manifest is None:
-        with take_over(opened, _newest_config(opened)) as session:
-            manifest = session.run(Evaluate(), step)
+        manifest = take_over(Evaluate(), opened, _newest_config(opened), step)
     for name, value in sorted(manifest.provenance.metrics.items()):
         typer.echo(f"{name}: {value:.6g}")
 
@@ -158,8 +157,7 @@ def export(
     opened = _open_run(run)
     manifest = opened.manifest(CheckpointExport.name, step)
     if manifest is None:
-        with take_over(opened, _newest_config(opened)) as session:
-            manifest = session.run(CheckpointExport(), step)
+        manifest = take_over(CheckpointExport(), opened, _newest_config(opened), step)
     read_folder(opened.store, manifest.output("export"), to)
     typer.echo(f"{to}: policy of step {step}")
 

@@ -135,7 +135,7 @@ class RLDataFlow:
         tree = _copy(config or {})
         for part in (self.rollout, self.reward, self.advantage, self.policy_update):
             for key, value in part.keys().items():
-                present = _set_default(tree, key.split("."), value)
+                present = _set_default(tree, key, value)
                 if present != value:
                     raise ConfigError(f"{key} is {present!r} in the config and {value!r} in {type(part).__name__}")
         return parse_config(tree, source="the flow")
@@ -145,7 +145,15 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
-def _set_default(tree: dict[str, Any], path: list[str], value: Any) -> Any:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    return tree.setdefault(path[-1], value)
+def _set_default(tree: dict[str, Any], key: str, value: Any) -> Any:
+    from ratchet.errors import ConfigError
+
+    *sections, last = key.split(".")
+    for name in sections:
+        inner = tree.get(name)
+        if inner is None:
+            inner = tree[name] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {name} is {inner!r} in the config, not a section")
+        tree = inner
+    return tree.setdefault(last, value)

@@ -50,9 +50,9 @@ def parse_text(text: str, overrides: Sequence[str] = (), *, source: str = "the c
 
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Yield every dotted key."""
-    for name, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+    for name in section.model_fields:
+        inner = _section(section, name)
+        if inner is not None:
             yield from known_keys(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
@@ -76,9 +76,9 @@ def _faults(error: ValidationError) -> Iterator[str]:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, keys + sections, n=1, cutoff=0.0)[0]
             same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-            yield f"{key}: no such key; the nearest is {same_name[0] if same_name else near}"
+            near = difflib.get_close_matches(key, same_name or keys + sections, n=1, cutoff=0.0)[0]
+            yield f"{key}: no such key; the nearest is {near}"
         else:
             message = fault["msg"].removeprefix("Value error, ")
             yield f"{key}: {message}, but it is {fault['input']!r}" if key else message
@@ -86,7 +86,9 @@ def _faults(error: ValidationError) -> Iterator[str]:
 
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
-        inner = tree.setdefault(name, {})
+        inner = tree.get(name)
+        if inner is None:
+            inner = tree[name] = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {'.'.join(path)}: {name} is {inner!r}, not a section")
         tree = inner
@@ -97,10 +99,19 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
-def _drop_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_empty(tree: Mapping[str, Any], section: type[BaseModel] = RunConfig) -> dict[str, Any]:
     """Leave out sections that a YAML file names without content."""
-    return {
-        key: _drop_empty(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value is not None or key not in RunConfig.model_fields
-    }
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _section(section, key)
+        if inner is not None and isinstance(value, Mapping):
+            kept[key] = _drop_empty(value, inner)
+        elif inner is None or value is not None:
+            kept[key] = value
+    return kept
+
+
+def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    field = section.model_fields.get(key)
+    inner = field.annotation if field else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None

@@ -12,13 +12,18 @@ Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Logger = Literal["console", "jsonl", "mlflow", "tensorboard"]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
 class Section(BaseModel):
     """One group of keys; unknown ones are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class DataConfig(Section):
@@ -56,13 +61,13 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     lr: NonNegative = 1e-6
     weight_decay: NonNegative = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: NonNegative = 1e-8
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: int = -1
     """Steps of linear warm-up; below 0 the ratio counts."""
-    lr_warmup_steps_ratio: NonNegative = 0.0
-    min_lr_ratio: NonNegative = 0.0
+    lr_warmup_steps_ratio: Share = 0.0
+    min_lr_ratio: Share = 0.0
     """Where a decay ends, as a share of the learning rate."""
 
 
@@ -182,7 +187,7 @@ class TrainerConfig(Section):
     """Run id, unless one is given."""
     default_local_dir: str = "runs"
     """Root below which runs lie: a local folder or s3://bucket/prefix."""
-    logger: tuple[str, ...] = ("console",)
+    logger: tuple[Logger, ...] = ("console",)
     grain: Literal["stage", "step", "segment"] = "segment"
     """Whether a process lasts for a stage, a step or a segment of steps."""
     steps_per_segment: Positive = 50
@@ -230,6 +235,11 @@ class RunConfig(Section):
                 "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
                 "biases the ratio against the policy's; keep top_p=1 and top_k=-1, or set "
                 "algorithm.rollout_correction.bypass_mode=false"
+            )
+        if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+            raise ValueError(
+                "actor_rollout_ref.rollout.val_kwargs.do_sample is on at temperature 0, which samples nothing: "
+                "set val_kwargs.temperature above 0"
             )
         return self
 

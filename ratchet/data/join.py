@@ -1,5 +1,6 @@
 """Joining tables of one step by key, never by position."""
 
+from collections import Counter
 from typing import Any
 
 import pyarrow as pa
@@ -14,14 +15,17 @@ def align(rollouts: pa.Table, other: pa.Table, name: str) -> list[dict[str, Any]
 
     A key that is missing, stands twice or belongs to no rollout is a DataError that names it.
     """
-    found = {_key(row): row for row in other.to_pylist()}
+    rows = other.to_pylist()
+    found = {_key(row): row for row in rows}
     wanted = [_key(row) for row in rollouts.select(list(ROLLOUT_KEY)).to_pylist()]
-    if other.num_rows != len(found):
-        raise DataError(f"{name}: {other.num_rows - len(found)} keys (group_id, sample_index) stand twice")
+    for what, keys in ((name, list(map(_key, rows))), ("rollouts", wanted)):
+        counts = Counter(keys)
+        if twice := [key for key, count in counts.items() if count > 1]:
+            raise DataError(f"{what}: {len(twice)} keys (group_id, sample_index) stand twice: the first is {twice[0]}")
     if missing := [key for key in wanted if key not in found]:
         raise DataError(f"{name}: no row for {len(missing)} of {len(wanted)} rollouts; the first is {missing[0]}")
     if len(found) != len(wanted):
-        stray = next(key for key in found if key not in set(wanted))
+        stray = next(iter(found.keys() - set(wanted)))
         raise DataError(f"{name}: {len(found)} rows for {len(wanted)} rollouts; {stray} is no rollout")
     return [found[key] for key in wanted]
 

@@ -119,11 +119,14 @@ def checkpoint_export(root: str, run_id: str, submission_id: str) -> str:
         return f"{session.store_run.uri}/{artifact.folder}"
 
 
-@contextmanager
-def take_over(run: Run, config: RunConfig) -> Iterator[Session]:
-    """Claim an existing run for this process; whoever ran it before may commit nothing more."""
+def take_over(found: Stage, run: Run, config: RunConfig, step: int) -> Manifest:
+    """Claim an existing run for this process and commit one stage; whoever ran it before may commit nothing more.
+
+    A stage whose inputs are not committed is a NotCommittedError, and the run stays its owner's.
+    """
+    found.inputs(run, config, step)
     with open_session(submit(run.root, run.run_id, config), config, is_last=False) as session:
-        yield session
+        return session.run(found, step)
 
 
 def replay_stage(found: Stage, run: Run, config: RunConfig, step: int) -> dict[str, tuple[str, str]]:

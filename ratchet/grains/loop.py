@@ -34,8 +34,9 @@ def plan(session: Session, total: int, steps_per_segment: int, *, most: int = MA
     starts = list(range(session.store_run.last_step() + 1, total + 1, steps_per_segment))
     if len(starts) > most:
         raise ConfigError(
-            f"{total} steps in segments of {steps_per_segment} make {len(starts)} iterations, more than the {most} that "
-            "one pipeline run should have; raise trainer.steps_per_segment, or run fewer steps and continue in a new run"
+            f"{total} steps in segments of {steps_per_segment} make {len(starts)} iterations, more than the {most} "
+            "that one pipeline run should have; raise trainer.steps_per_segment, or run fewer steps and continue in "
+            "a new run"
         )
     return starts
 
@@ -43,13 +44,20 @@ def plan(session: Session, total: int, steps_per_segment: int, *, most: int = MA
 def run_segment(session: Session, start: int, stop: int) -> None:
     """Run the steps from `start` up to and without `stop`; engines stay in memory as the grain says."""
     trainer = session.config.trainer
+    # The process before may have ended between the last step and its evaluation.
+    _evaluate_if_due(session, start - 1)
     for step in range(start, stop):
         is_last = step == stop - 1
         run_step(session, step, keep_trainer_state=is_last or step % trainer.trainer_state_freq == 0)
-        if trainer.test_freq > 0 and step % trainer.test_freq == 0 and session.config.data.val_files:
-            session.run(Evaluate(), step)
+        _evaluate_if_due(session, step)
         if trainer.grain == "step":
             session.residents.drop()
+
+
+def _evaluate_if_due(session: Session, step: int) -> None:
+    test_freq = session.config.trainer.test_freq
+    if session.config.data.val_files and step > 0 and test_freq > 0 and step % test_freq == 0:
+        session.run(Evaluate(), step)
 
 
 def run_step(session: Session, step: int, *, keep_trainer_state: bool = True) -> None:

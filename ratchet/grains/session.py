@@ -13,6 +13,7 @@ from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains import distributed
 from ratchet.stages.base import Stage, run_stage
+from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.residents import Residents
 from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
@@ -74,11 +75,15 @@ class Session:
                 artifacts.delete(self.store_run.store, state)
 
 
-def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None) -> Run:
+def submit(
+    root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None, is_here: bool = False
+) -> Run:
     """Create the run or check that it is the same one, and claim it for a new submission.
 
-    A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch.
+    A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch. `is_here` says
+    that the stages run in this process: then model and data must be found before the run id is taken for them.
     """
+    distributed.processes(config)
     run = Run(root, run_id)
     is_old = run.store.size(layout.RUN) is not None
     epoch = run.epoch_of(submission_id) if is_old and submission_id is not None else None
@@ -87,6 +92,8 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
         return run
     if is_old and config.trainer.resume_mode == "disable":
         raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
+    if not is_old:
+        _check_sources(config, is_here=is_here)
     run.create_or_check(semantic(config))
     run.claim(
         {
@@ -98,6 +105,18 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
         }
     )
     return run
+
+
+def _check_sources(config: RunConfig, *, is_here: bool) -> None:
+    for key in ("actor_rollout_ref.model.path", "data.train_files"):
+        if not config.value(key):
+            raise ConfigError(f"{key} is not set: a run needs a model and training prompts")
+    if is_here:
+        from ratchet.engines.model import resolve_model_folder
+
+        resolve_model_folder(config.actor_rollout_ref.model.path)
+        for split in ("train", "val") if config.data.val_files else ("train",):
+            Preprocess(split).rows(config)
 
 
 def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, RunConfig]:

@@ -85,7 +85,7 @@ def _joined(context: Context) -> list[dict[str, Any]]:
     store, inputs = context.run.store, context.inputs
     rollouts = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
     rewards = align(rollouts, read_table(store, inputs["rewards"].artifact, schemas.REWARDS), "rewards")
-    rows = rollouts.to_pylist()
+    rows: list[dict[str, Any]] = rollouts.to_pylist()
     for row, reward in zip(rows, rewards, strict=True):
         row["reward"] = reward["reward"]
         row["behaviour_log_probs"], row["behaviour_source"] = row["sampler_log_probs"], "sampler"

@@ -4,6 +4,7 @@ Later stages read weights, config and tokenizer from the run alone, wherever the
 """
 
 import shutil
+from pathlib import Path
 
 from ratchet.config import RunConfig
 from ratchet.errors import ConfigError, EngineError
@@ -12,7 +13,7 @@ from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import digest_of, sha256_file
 from ratchet.store.run import POLICY_UPDATE, Run
 
-_KEPT = (".safetensors", ".json", ".jinja", ".model", ".txt")
+_KEPT = (".json", ".jinja", ".model", ".txt")
 
 
 class BasePolicy(Stage):
@@ -31,7 +32,7 @@ class BasePolicy(Stage):
             folder = resolve_model_folder(_path(config))
         except EngineError:
             return None
-        files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.suffix in _KEPT}
+        files = {path.name: sha256_file(path) for path in _kept(folder)}
         return {"base_model": digest_of(files)}
 
     def compute(self, context: Context) -> Result:
@@ -40,11 +41,18 @@ class BasePolicy(Stage):
         folder = resolve_model_folder(_path(context.config))
         check_model_folder(folder)
         with scratch() as copy:
-            for path in folder.iterdir():
-                if path.suffix in _KEPT:
-                    shutil.copyfile(path, copy / path.name)
+            for path in _kept(folder):
+                shutil.copyfile(path, copy / path.name)
             policy = write_folder(context.store, f"{context.folder}/policy", copy)
         return Result(outputs={"policy": policy}, policy_version=0)
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The model's own weights and what is text; some folders hold a second copy of the weights in another format."""
+    from ratchet.engines.model import weight_files
+
+    texts = [path for path in folder.iterdir() if path.suffix in _KEPT and path.is_file()]
+    return sorted([*weight_files(folder), *texts])
 
 
 def _path(config: RunConfig) -> str:

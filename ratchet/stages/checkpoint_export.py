@@ -51,16 +51,22 @@ class CheckpointExport(Stage):
 
     def _expected(self, context: Context, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs by the trainer's own forward pass over the committed weights, in float32."""
+        from ratchet.engines.model import torch_dtype
         from ratchet.engines.scorer import Scorer
 
+        residents, policy = context.residents, context.inputs["policy"]
+        dtype = torch_dtype(context.config.actor_rollout_ref.rollout.dtype)
         scorer: Any = Scorer.from_folder(
-            context.residents.model_folder(context.inputs["policy"]),
+            residents.model_folder(policy),
             compute_dtype="float32",
             temperature=1.0,
             max_tokens_per_micro_batch=context.config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
             device="cpu",
         )
         try:
+            if context.step == 0:
+                # The base may come in a wider dtype than the run exports.
+                scorer.load_weights((name, tensor.to(dtype)) for name, tensor in residents.weights(policy))
             log_probs: list[list[float]] = scorer.log_probs(
                 [ids[:1] for ids in sequences], [ids[1:] for ids in sequences]
             )

@@ -7,6 +7,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.order import sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
+from ratchet.errors import ConfigError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.reward import grade
 from ratchet.stages.settings import validation_params
@@ -20,6 +21,7 @@ class Evaluate(Stage):
     timing = "testing"
     config_keys = (
         "data.max_response_length",
+        "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.val_kwargs",
         "reward_model",
@@ -27,6 +29,8 @@ class Evaluate(Stage):
     )
 
     def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
+        if not config.data.val_files:
+            raise ConfigError("data.val_files is not set: there are no held-out prompts to evaluate on")
         return {
             "prompts": Input(run.require("preprocess/val", None), "prompts"),
             "policy": Input(run.require(POLICY_UPDATE, step), "policy"),

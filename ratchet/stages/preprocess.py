@@ -33,19 +33,21 @@ class Preprocess(Stage):
     def __init__(self, split: Literal["train", "val"]) -> None:
         self.split = split
         self.name = f"preprocess/{split}"
+        # Read once: the digest and the rows must be of the same bytes.
+        self._load = functools.lru_cache(maxsize=1)(load_rows)
 
     def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
         return {"policy": Input(run.require(POLICY_UPDATE, 0), "policy")}
 
     def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
         try:
-            rows = self._rows(config)
+            rows = self.rows(config)
         except RatchetError:
             return None
         return {"source": digest_of([_row_values(row) for row in rows])}
 
     def compute(self, context: Context) -> Result:
-        rows = self._rows(context.config)
+        rows = self.rows(context.config)
         limit = getattr(context.config.data, f"{self.split}_max_samples")
         if limit >= 0:
             rows = rows[:limit]
@@ -74,11 +76,14 @@ class Preprocess(Stage):
             )
         return source
 
-    def _rows(self, config: RunConfig) -> Sequence[PromptRow]:
+    def rows(self, config: RunConfig) -> Sequence[PromptRow]:
+        """Read the source; DataError or ConfigError where that cannot be done."""
         data = config.data
         # Data sets call their held-out split test.
         split = "train" if self.split == "train" else "test"
-        return _load(self._source(config), split, data.data_source, data.prompt_key)
+        return self._load(
+            self._source(config), split=split, data_source=data.data_source, prompt_key=data.prompt_key
+        )
 
     def _within_limit(self, context: Context, numbered: list[tuple[str, PromptRow]]) -> list[tuple[str, PromptRow]]:
         from ratchet.engines.model import chat_prompt_ids
@@ -90,8 +95,8 @@ class Preprocess(Stage):
             first = overlong[0]
             raise DataError(
                 f"{self._source(context.config)}: {len(overlong)} of {len(numbered)} prompts are longer than "
-                f"data.max_prompt_length={data.max_prompt_length} tokens; the first is row {first} with {lengths[first]}. "
-                "Raise the limit, or set data.filter_overlong_prompts=true to leave them out"
+                f"data.max_prompt_length={data.max_prompt_length} tokens; the first is row {first} with "
+                f"{lengths[first]}. Raise the limit, or set data.filter_overlong_prompts=true to leave them out"
             )
         if overlong:
             logger.warning(
@@ -99,12 +104,6 @@ class Preprocess(Stage):
             )
         dropped = set(overlong)
         return [item for index, item in enumerate(numbered) if index not in dropped]
-
-
-@functools.lru_cache(maxsize=2)
-def _load(source: str, split: str, data_source: str | None, prompt_key: str) -> Sequence[PromptRow]:
-    """Read the source once a process: its digest and its rows must be of the same bytes."""
-    return tuple(load_rows(source, split=split, data_source=data_source, prompt_key=prompt_key))
 
 
 def _row_values(row: PromptRow) -> dict[str, Any]:

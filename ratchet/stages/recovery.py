@@ -93,7 +93,8 @@ def _compare(residents: Residents, version: int, weights: dict[str, Any]) -> Non
     logger.warning(
         "the replayed policy %d differs from the committed one by at most %g; going on from it", version, drift
     )
-    if run.manifest(RECOVERY, version) is not None:
+    # A run that is only read is replayed for comparison: nothing is published then.
+    if run.owner is None or run.manifest(RECOVERY, version) is not None:
         return
     owner, now = run.check_ownership(), time.time()
     content = Content(
@@ -112,7 +113,7 @@ def _compare(residents: Residents, version: int, weights: dict[str, Any]) -> Non
         previous=previous_of([committed.manifest]),
         started=now,
         ended=now,
-        device=residents.device,
+        device=residents.torch_device(),
         gpu_seconds=0.0,
         code_revision=os.environ.get("RATCHET_REVISION", ""),
         image=os.environ.get("RATCHET_IMAGE", ""),

@@ -123,7 +123,9 @@ class Residents:
             return
         from safetensors import safe_open
 
-        for path in sorted(self.model_folder(policy).glob(f"*{_WEIGHTS}")):
+        from ratchet.engines.model import weight_files
+
+        for path in weight_files(self.model_folder(policy)):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
                     yield name, file.get_tensor(name)
@@ -133,16 +135,16 @@ class Residents:
         target = self._cache() / policy.digest
         if target.is_dir():
             return target
-        if policy.manifest.content.step == 0:
-            read_folder(self.run.store, policy.artifact, target)
-            return target
-        base = self.base_folder()
-        self._evict(keep=base)
         partial = target.with_suffix(".partial")
-        partial.mkdir(parents=True)
-        for path in base.iterdir():
-            if path.suffix != _WEIGHTS and path.name != _INDEX:
-                shutil.copyfile(path, partial / path.name)
+        if policy.manifest.content.step == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            base = self.base_folder()
+            self._evict(keep=base)
+            partial.mkdir(parents=True)
+            for path in base.iterdir():
+                if path.suffix != _WEIGHTS and path.name != _INDEX:
+                    shutil.copyfile(path, partial / path.name)
         read_folder(self.run.store, policy.artifact, partial)
         partial.replace(target)
         return target
