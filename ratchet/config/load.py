@@ -72,12 +72,12 @@ def _mapping(text: str, source: str) -> dict[str, Any]:
 
 def _faults(error: ValidationError) -> Iterator[str]:
     keys = list(known_keys())
-    sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
+    names = keys + sorted({key.rpartition(".")[0] for key in keys})
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-            near = difflib.get_close_matches(key, same_name or keys + sections, n=1, cutoff=0.0)[0]
+            same_name = [known for known in names if known.rpartition(".")[2] == key.rpartition(".")[2]]
+            near = difflib.get_close_matches(key, same_name or names, n=1, cutoff=0.0)[0]
             yield f"{key}: no such key; the nearest is {near}"
         else:
             message = fault["msg"].removeprefix("Value error, ")

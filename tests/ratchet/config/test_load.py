@@ -34,7 +34,7 @@ def test_the_defaults_that_verl_users_count_on() -> None:
     [
         ("data.train_batchsize", "data.train_batch_size"),
         ("trainer.total_epoch", "trainer.total_epochs"),
-        ("trainr.total_epochs", "trainer.total_epochs"),
+        ("trainr.total_epochs", "trainer"),
         # A key in the wrong section is looked for by its own name.
         ("trainer.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.actor.path", "actor_rollout_ref.model.path"),
@@ -46,7 +46,7 @@ def test_the_defaults_that_verl_users_count_on() -> None:
 def test_an_unknown_key_is_refused_and_the_nearest_one_named(key: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match="no such key; the nearest is ") as caught:
         load_config(overrides=[f"{key}=1"])
-    assert nearest in str(caught.value)
+    assert str(caught.value).endswith(f"the nearest is {nearest}")
 
 
 def test_every_fault_is_named_at_once_with_its_key_and_value() -> None:
