@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kfp import components, local
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,10 +26,13 @@ def run_locally(golden: Path, arguments: dict[str, Any], *, pipeline_root: Path)
 
 
 def main(golden: str, *pairs: str) -> None:
-    """Run with arguments from the command line; whole numbers are numbers."""
+    """Run with arguments from the command line, each of the type that the pipeline declares."""
     logging.basicConfig(level=logging.INFO)
+    ir = next(yaml.safe_load_all(Path(golden).read_text(encoding="utf-8")))
+    declared = ir["root"]["inputDefinitions"]["parameters"]
     values = dict(pair.split("=", 1) for pair in pairs)
-    arguments = {name: int(value) if value.isdecimal() else value for name, value in values.items()}
+    is_integer = {name for name, one in declared.items() if one["parameterType"] == "NUMBER_INTEGER"}
+    arguments = {name: int(value) if name in is_integer else value for name, value in values.items()}
     run_locally(Path(golden), arguments, pipeline_root=Path(os.environ.get("RATCHET_KFP_ROOT", "kfp-local")))
 
 

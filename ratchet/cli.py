@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ratchet import __version__
-from ratchet.errors import RatchetError
+from ratchet.errors import ConfigError, RatchetError
 
 if TYPE_CHECKING:
     from ratchet.config import RunConfig
@@ -83,13 +83,14 @@ def stage(
 ) -> None:
     """Run one stage of one step. A committed stage is computed again and compared; nothing is published then."""
     from ratchet.grains.entry import replay_stage, take_over
-    from ratchet.stages.graph import step_stage
+    from ratchet.stages.graph import step_stage, step_stages
 
     opened = _open_run(run)
     config = _newest_config(opened)
     found = step_stage(name, config)
     if found is None:
-        raise typer.BadParameter(f"a step of this run has no stage {name!r}", param_hint="NAME")
+        known = ", ".join(item.name for item in step_stages(config))
+        raise ConfigError(f"a step of run {opened.uri} has no stage {name!r}; its stages are {known}")
     if debug:
         breakpoint()
     if opened.manifest(name, step) is None:
@@ -153,7 +154,7 @@ def export(
     from ratchet.store.artifacts import read_folder
 
     if to.exists():
-        raise typer.BadParameter(f"{to} exists already", param_hint="--to")
+        raise ConfigError(f"--to: {to} exists already; expected a folder to be made")
     opened = _open_run(run)
     manifest = opened.manifest(CheckpointExport.name, step)
     if manifest is None:

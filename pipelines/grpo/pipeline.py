@@ -78,7 +78,9 @@ def rl_step(root: str, run_id: str, submission_id: str, step: int) -> None:
 
 @dsl.pipeline(name="ratchet-grpo-stages")
 def grpo_stages(root: str, run_id: str, config: str, total_steps: int = 10) -> None:
-    """GRPO post-training; every stage of every step is a pod of its own, with its own image and accelerator.
+    """GRPO post-training; every stage of every step is a pod of its own, with its own image.
+
+    Evaluates the base and the last policy only, whatever trainer.test_freq says.
 
     Args:
         root: Where runs lie: s3://bucket/prefix.

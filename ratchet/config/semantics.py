@@ -11,6 +11,10 @@ from ratchet.config.schema import RunConfig
 
 OPERATIONAL = frozenset(
     {
+        # Places; what they hold is compared by digest.
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
         "actor_rollout_ref.model.enable_gradient_checkpointing",
         "actor_rollout_ref.actor.strategy",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",

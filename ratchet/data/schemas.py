@@ -88,7 +88,7 @@ TRAJECTORIES = pa.schema(
 )
 """A rollout once scored: one entry per completion token in every list. `behaviour_source` is "sampler" or "policy".
 
-Example: ("000003/train-0000007", 0, [0.7, 0.7], [1.0, 1.0], [0.0, 1.0], [true, true], [-0.11, -0.02], "sampler",
+Example: ("000003/train-0000007", 0, [0.7, 0.7], [0.7, 0.7], [0.0, 1.0], [true, true], [-0.11, -0.02], "sampler",
 0.5, 0.707, 2).
 """
 

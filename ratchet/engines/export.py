@@ -37,6 +37,8 @@ def prove_export(
     model.train(False)
     largest = 0.0
     for token_ids, log_probs in zip(sequences, expected, strict=True):
+        if len(token_ids) < 2:
+            continue
         ids = torch.tensor([list(token_ids)])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1].float()

@@ -12,7 +12,7 @@ from ratchet.store.manifest import Manifest
 MAX_SEGMENTS = 40
 """Iterations of one KFP run: every further one costs 10 s when the run is terminated."""
 MAX_STEPS_AT_STAGE_GRAIN = 20
-"""At stage grain a step is six tasks of 20 s each on an untouched controller."""
+"""At stage grain a step is five tasks of 20 s each on an untouched controller."""
 
 
 def prepare(session: Session) -> None:

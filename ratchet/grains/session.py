@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
-from ratchet.errors import ConfigError, NotCommittedError
+from ratchet.errors import ConfigError, NotCommittedError, OwnershipLostError
 from ratchet.grains import distributed
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.preprocess import Preprocess
@@ -19,7 +19,7 @@ from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import POLICY_UPDATE, Run
-from ratchet.tracking.trackers import Trackers, open_trackers
+from ratchet.tracking.trackers import Trackers, check_names, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def submit(
     that the stages run in this process: then model and data must be found before the run id is taken for them.
     """
     distributed.processes(config)
+    check_names(config.trainer.logger)
     run = Run(root, run_id)
     is_old = run.store.size(layout.RUN) is not None
     epoch = run.epoch_of(submission_id) if is_old and submission_id is not None else None
@@ -153,6 +154,9 @@ def open_session(
     try:
         trackers.catch_up()
         yield session
+    except OwnershipLostError:
+        # The run goes on under its new owner.
+        raise
     except BaseException:
         trackers.finish("FAILED")
         raise

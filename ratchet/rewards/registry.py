@@ -65,7 +65,7 @@ def reward_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> Reward
     )
     raise DataError(
         f"no reward function for data_source {data_source!r}; known: {', '.join(known)} "
-        "(set the rows' data_source to one of these, or bring a reward function of your own)"
+        "(set the rows' data_source, or data.data_source, to one of these)"
     )
 
 

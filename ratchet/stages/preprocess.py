@@ -11,6 +11,7 @@ from ratchet.data import schemas
 from ratchet.data.parquet import table_from_rows, write_table
 from ratchet.data.sources import PromptRow, load_rows
 from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.rewards.registry import reward_for
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.store.manifest import digest_of
 from ratchet.store.run import POLICY_UPDATE, Run
@@ -55,15 +56,18 @@ class Preprocess(Stage):
         kept = self._within_limit(context, numbered)
         if not kept:
             raise DataError(f"{self._source(context.config)}: no {self.split} prompt is left")
+        for data_source in {row.data_source for _, row in kept}:
+            # Here, and not first when a step's completions have been sampled.
+            reward_for(data_source)
         table = table_from_rows(
             [{"prompt_id": prompt_id, **_row_values(row)} for prompt_id, row in kept], schemas.PROMPTS
         )
         artifact = write_table(context.store, f"{context.folder}/prompts", table)
         distinct = {json.dumps(row.prompt, sort_keys=True) for _, row in kept}
         metrics = {
-            "data/num_prompts": float(len(kept)),
-            "data/num_overlong_prompts": float(len(numbered) - len(kept)),
-            "data/num_duplicate_prompts": float(len(kept) - len(distinct)),
+            f"data/{self.split}/num_prompts": float(len(kept)),
+            f"data/{self.split}/num_overlong_prompts": float(len(numbered) - len(kept)),
+            f"data/{self.split}/num_duplicate_prompts": float(len(kept) - len(distinct)),
         }
         return Result(outputs={"prompts": artifact}, metrics=metrics)
 

@@ -63,11 +63,14 @@ class Reward(Stage):
 
 def grade(prompt: dict[str, Any], completion: str, config: RunConfig, *, where: str) -> RewardResult:
     """Grade one completion; an error names `where`. A reward that is not finite is a NumericsError."""
-    function = reward_for(prompt["data_source"], gsm8k_mode=config.reward_model.gsm8k_mode)
     ground_truth = prompt["reward_model"]["ground_truth"]
     if ground_truth is None:
         raise DataError(f"{where}: prompt {prompt['prompt_id']} has no reward_model.ground_truth to grade against")
-    graded = function(prompt["data_source"], completion, ground_truth, json.loads(prompt["extra_info"]))
+    try:
+        function = reward_for(prompt["data_source"], gsm8k_mode=config.reward_model.gsm8k_mode)
+        graded = function(prompt["data_source"], completion, ground_truth, json.loads(prompt["extra_info"]))
+    except (DataError, NumericsError) as error:
+        raise type(error)(f"{where}: {error}") from error
     if not math.isfinite(graded.reward):
         raise NumericsError(f"{where}: the reward is {graded.reward}, expected a finite number")
     return graded

@@ -42,10 +42,10 @@ def submit_pipeline(root: str, config: str, folder: Path) -> subprocess.Popen[by
     command = [sys.executable, "-W", "ignore", "-m", "pipelines.local", str(GOLDEN)]
     arguments = [f"root={root}", "run_id=killed", f"config={config}", f"total_steps={STEPS}", "steps_per_segment=4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RATCHET_KFP_ROOT": str(folder / "kfp")}
-    log = (folder / "pipeline.log").open("ab")
-    return subprocess.Popen(
-        [*command, *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True
-    )
+    with (folder / "pipeline.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def kill_after(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:

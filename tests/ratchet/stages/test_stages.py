@@ -1,0 +1,529 @@
+"""Each stage on what a run can meet: rows that cannot be graded, completions without tokens, groups of one."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ratchet.algorithms.statistics import wilson_interval
+from ratchet.config import RunConfig
+from ratchet.data import schemas
+from ratchet.data.parquet import read_table
+from ratchet.engines.sampler import Completion
+from ratchet.errors import CommitConflictError, ConfigError, DataError, EngineError, NumericsError
+from ratchet.grains import loop
+from ratchet.grains.entry import replay_stage
+from ratchet.grains.session import Session, open_session, submit
+from ratchet.rewards.registry import RewardResult
+from ratchet.stages import reward as reward_stage
+from ratchet.stages.evaluate import accuracy_metrics
+from ratchet.stages.graph import step_stages
+from ratchet.stages.reward import grade
+from ratchet.store.artifacts import read_folder
+from ratchet.store.run import POLICY_UPDATE, Run
+from tests.runs import ScriptedSampler, tiny_config, train_tiny, use_sampler, write_problems
+
+# The tokens themselves do not matter to the stages: any ids of the vocabulary will do.
+RIGHT = Completion([60, 61, 2], [-0.5, -1.0, -0.1], "#### 1", "stop")
+WRONG = Completion([60, 62, 2], [-0.5, -1.5, -0.1], "#### 8", "stop")
+CUT = Completion([70, 71, 72, 73, 74, 75], [-2.0] * 6, "apples and pears and", "length")
+EMPTY = Completion([], [], "", "stop")
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    """One problem, whose answer is 1."""
+    return write_problems(tmp_path / "problems.jsonl", 1)
+
+
+def _config(model: Path, problems: Path, **overrides: Any) -> RunConfig:
+    return tiny_config(model, problems, **{"data.train_batch_size": 1, "trainer.total_training_steps": 1, **overrides})
+
+
+@contextmanager
+def _prepared(root: Path, config: RunConfig, *completions: Completion) -> Iterator[Session]:
+    with open_session(submit(str(root), "run", config), config) as session:
+        loop.prepare(session)
+        if completions:
+            use_sampler(session, ScriptedSampler(completions))
+        yield session
+
+
+def _rows(run: Run, stage: str, role: str, schema: Any, step: int = 1) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = read_table(run.store, run.require(stage, step).output(role), schema).to_pylist()
+    return rows
+
+
+def _policy_is_unmoved(run: Run) -> bool:
+    def weights(step: int) -> dict[str, torch.Tensor]:
+        folder = Path(run.uri) / run.require(POLICY_UPDATE, step).output("policy").folder
+        return load_file(folder / "model.safetensors")
+
+    before, after = weights(0), weights(1)
+    return all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+# -- preprocess ------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted_and_keep_their_numbers(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    short, long = write_problems(tmp_path / "short.jsonl", 2), write_problems(tmp_path / "long.jsonl", 1, words=300)
+    lines = short.read_text().splitlines()
+    (tmp_path / "mixed.jsonl").write_text("\n".join([lines[0], long.read_text().strip(), lines[1], lines[0]]))
+    with _prepared(tmp_path, _config(tiny_model, tmp_path / "mixed.jsonl")) as session:
+        manifest = session.store_run.require("preprocess/train", None)
+        prompts = read_table(session.store_run.store, manifest.output("prompts"), schemas.PROMPTS)
+    assert prompts["prompt_id"].to_pylist() == ["train-0000000", "train-0000002", "train-0000003"]
+    assert manifest.provenance.metrics == {
+        "data/train/num_prompts": 3.0,
+        "data/train/num_overlong_prompts": 1.0,
+        "data/train/num_duplicate_prompts": 1.0,
+    }
+
+
+def test_prompts_over_the_limit_are_refused_with_the_row_and_the_way_out(tmp_path: Path, tiny_model: Path) -> None:
+    problems = write_problems(tmp_path / "problems.jsonl", 2, words=300)
+    config = _config(tiny_model, problems, **{"data.filter_overlong_prompts": False})
+    with (
+        pytest.raises(DataError, match=r"2 of 2 prompts .*max_prompt_length=256 .* row 0 with \d+\. Raise"),
+        _prepared(tmp_path, config),
+    ):
+        pass
+    everything = _config(tiny_model, problems)
+    with pytest.raises(DataError, match="no train prompt is left"), _prepared(tmp_path / "other", everything):
+        pass
+
+
+def test_only_the_first_prompts_are_used_where_so_many_are_asked_for(tmp_path: Path, tiny_model: Path) -> None:
+    problems = write_problems(tmp_path / "problems.jsonl", 5)
+    limits = {"data.train_max_samples": 3, "data.val_files": str(problems), "data.val_max_samples": 1}
+    with _prepared(tmp_path, _config(tiny_model, problems, **limits)) as session:
+        run = session.store_run
+        assert [run.require(f"preprocess/{split}", None).output("prompts").rows for split in ("train", "val")] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "How many?"}, "line 1: expected a ground truth"),
+        ({"question": "How many?"}, "line 1: no column 'answer'"),
+        ({"prompt": "How many?", "answer": "4", "data_source": "mine/own"}, "no reward function .*'mine/own'"),
+    ],
+)
+def test_rows_that_could_never_be_graded_are_refused_before_anything_is_sampled(
+    tmp_path: Path, tiny_model: Path, row: dict[str, str], message: str
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=message), _prepared(tmp_path, _config(tiny_model, source)):
+        pass
+
+
+def test_a_data_source_can_be_given_to_rows_that_name_none(tmp_path: Path, tiny_model: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"ask": "How many?", "answer": "4"}))
+    names = {"data.prompt_key": "ask", "data.data_source": "openai/gsm8k"}
+    with _prepared(tmp_path, _config(tiny_model, source, **names)) as session:
+        run = session.store_run
+        artifact = run.require("preprocess/train", None).output("prompts")
+        (row,) = read_table(run.store, artifact, schemas.PROMPTS).to_pylist()
+    assert row["data_source"] == "openai/gsm8k"
+    assert row["prompt"] == [{"role": "user", "content": "How many?"}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "4"}
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_used_is_named(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(EngineError, match="bare' has no tokenizer"), _prepared(tmp_path, _config(bare, problems)):
+        pass
+    absent = tmp_path / "absent"
+    with (
+        pytest.raises(EngineError, match="absent' does not exist"),
+        _prepared(tmp_path / "other", _config(absent, problems)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files"])
+def test_a_run_without_model_or_prompts_is_not_created(
+    tmp_path: Path, tiny_model: Path, problems: Path, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is not set"):
+        submit(str(tmp_path / "runs"), "run", _config(tiny_model, problems, **{key: ""}))
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_run_of_this_process_is_not_created_for_a_model_or_prompts_that_are_not_here(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    root = tmp_path / "runs"
+    with pytest.raises(EngineError, match="does not exist"):
+        submit(str(root), "run", _config(tmp_path / "absent", problems), is_here=True)
+    with pytest.raises(DataError, match="no such file"):
+        submit(str(root), "run", _config(tiny_model, tmp_path / "absent.jsonl"), is_here=True)
+    with pytest.raises(DataError, match="no such file"):
+        submit(str(root), "run", _config(tiny_model, problems, **{"data.val_files": "/absent"}), is_here=True)
+    assert not (root / "run").exists()
+
+
+def test_a_second_copy_of_the_weights_beside_the_model_is_not_stored(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    index = {"weight_map": dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copyfile(model / "model.safetensors", model / "consolidated.safetensors")
+    with _prepared(tmp_path, _config(model, problems)) as session:
+        files = session.store_run.require(POLICY_UPDATE, 0).output("policy").files
+        loop.run_step(session, 1)
+    names = {entry.path for entry in files}
+    assert "consolidated.safetensors" not in names
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+
+
+# -- rollout ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    config = _config(tiny_model, problems, **{"data.train_batch_size": 2})
+    with _prepared(tmp_path, config) as session, pytest.raises(ConfigError, match="is 2, but the run has 1 training"):
+        loop.run_step(session, 1)
+
+
+def test_a_sampler_that_loses_a_request_is_refused(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    class Forgetful(ScriptedSampler):
+        def sample(self, requests: Any, params: Any) -> list[Completion]:
+            return super().sample(requests, params)[1:]
+
+    with _prepared(tmp_path, _config(tiny_model, problems)) as session:
+        use_sampler(session, Forgetful([RIGHT]))
+        with pytest.raises(EngineError, match="returned 1 completions for 2 requests"):
+            loop.run_step(session, 1)
+
+
+def test_rollout_metrics_have_verls_names(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    with _prepared(tmp_path, _config(tiny_model, problems), RIGHT, CUT) as session:
+        loop.run_step(session, 1)
+        metrics = session.store_run.require("rollout", 1).provenance.metrics
+    assert metrics["response_length/mean"] == 4.5
+    assert (metrics["response_length/min"], metrics["response_length/max"]) == (3, 6)
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["timing_s/gen"] > 0
+
+
+# -- reward ----------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_joined_to_their_prompts_by_key(tmp_path: Path, tiny_model: Path) -> None:
+    problems = write_problems(tmp_path / "problems.jsonl", 4)
+    config = _config(tiny_model, problems, **{"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 1})
+    truths = {f"train-{number:07d}": str(2 * number + 1) for number in range(4)}
+    with _prepared(tmp_path, config, RIGHT) as session:
+        loop.run_step(session, 1)
+        rewards = _rows(session.store_run, "reward", "rewards", schemas.REWARDS)
+    graded = {row["group_id"].split("/")[1]: row["reward"] for row in rewards}
+    assert graded == {prompt_id: float(truth == "1") for prompt_id, truth in truths.items()}
+
+
+def test_a_wrong_answer_is_told_apart_from_none(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
+    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+        loop.run_step(session, 1)
+        rows = _rows(session.store_run, "reward", "rewards", schemas.REWARDS)
+        metrics = session.store_run.require("reward", 1).provenance.metrics
+    assert [(row["reward"], row["is_parseable"], row["extracted"]) for row in rows] == [
+        (1.0, True, "1"),
+        (0.0, True, "8"),
+        (0.0, False, None),
+        (0.0, False, None),
+    ]
+    assert metrics["critic/score/mean"] == 0.25
+    assert metrics["reward/parseable_ratio"] == 0.5
+
+
+def test_a_reward_that_is_not_finite_is_refused_with_its_row(
+    tmp_path: Path, tiny_model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_stage, "reward_for", lambda source, gsm8k_mode: lambda *row: RewardResult(math.nan))
+    with (
+        _prepared(tmp_path, _config(tiny_model, problems), RIGHT) as session,
+        pytest.raises(NumericsError, match="rollout 000001/train-0000000, sample 0: the reward is nan"),
+    ):
+        loop.run_step(session, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "here: prompt p has no reward_model.ground_truth"),
+        ({"data_source": "mine/own"}, "here: no reward function for data_source 'mine/own'"),
+        ({"reward_model": {"style": "rule", "ground_truth": "many"}}, "here: .*many"),
+    ],
+)
+def test_a_row_that_cannot_be_graded_is_an_error_that_names_it(changes: dict[str, Any], message: str) -> None:
+    prompt = {
+        "prompt_id": "p",
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": "{}",
+    }
+    assert grade(prompt, "#### 4", RunConfig(), where="here").reward == 1.0
+    with pytest.raises(DataError, match=message):
+        grade({**prompt, **changes}, "#### 4", RunConfig(), where="here")
+
+
+# -- advantage and update --------------------------------------------------------------------------------------------
+
+
+def test_advantages_are_those_of_the_group_on_every_token(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
+    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+        loop.run_step(session, 1)
+        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        metrics = session.store_run.require("advantage", 1).provenance.metrics
+    # Rewards 1, 0, 0, 0: mean 1/4, standard deviation (n - 1) 1/2.
+    assert rows[0]["advantages"] == pytest.approx([1.5, 1.5, 1.5], rel=1e-4)
+    assert rows[1]["advantages"] == pytest.approx([-0.5, -0.5, -0.5], rel=1e-4)
+    assert rows[0]["token_rewards"] == [0.0, 0.0, 1.0]
+    assert [len(row["advantages"]) for row in rows] == [3, 3, 6, 0]
+    assert all(row["loss_mask"] == [True] * len(row["advantages"]) for row in rows)
+    assert rows[2]["behaviour_log_probs"] == [-2.0] * 6
+    assert {row["behaviour_source"] for row in rows} == {"sampler"}
+    assert [row["group_reward_mean"] for row in rows] == [0.25] * 4
+    assert [row["group_reward_std"] for row in rows] == pytest.approx([0.5] * 4)
+    assert [row["group_size"] for row in rows] == [4] * 4
+    assert metrics["critic/constant_groups_ratio"] == 0.0
+
+
+def test_without_division_by_the_deviation_advantages_are_differences(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    config = _config(tiny_model, problems, **{"algorithm.norm_adv_by_std_in_grpo": False})
+    with _prepared(tmp_path, config, RIGHT, WRONG) as session:
+        loop.run_step(session, 1)
+        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+    assert [row["advantages"] for row in rows] == [[0.5] * 3, [-0.5] * 3]
+
+
+def test_a_penalty_in_the_reward_lowers_each_token_by_its_divergence(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    penalty = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.5}
+    with _prepared(tmp_path, _config(tiny_model, problems, **penalty), RIGHT, EMPTY) as session:
+        loop.run_step(session, 1)
+        run = session.store_run
+        rows = _rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        reference = _rows(run, "reference_scores", "reference_scores", schemas.scores("reference"))
+    assert RIGHT.log_probs is not None
+    kl = [own - other for own, other in zip(RIGHT.log_probs, reference[0]["reference_log_probs"], strict=True)]
+    expected = [-0.5 * kl[0], -0.5 * kl[1], 1.0 - 0.5 * kl[2]]
+    assert rows[0]["token_rewards"] == pytest.approx(expected, abs=1e-5)
+    assert rows[0]["group_reward_mean"] == pytest.approx((sum(expected) + 0.0) / 2, abs=1e-5)
+    assert rows[1]["token_rewards"] == []
+
+
+@pytest.mark.parametrize("overrides", [{}, {"algorithm.rollout_correction.bypass_mode": False},
+                                       {"actor_rollout_ref.actor.use_kl_loss": True}])  # fmt: skip
+def test_empty_completions_train_nothing_and_break_nothing(
+    tmp_path: Path, tiny_model: Path, problems: Path, overrides: dict[str, Any]
+) -> None:
+    with _prepared(tmp_path, _config(tiny_model, problems, **overrides), EMPTY) as session:
+        loop.run_step(session, 1)
+        run = session.store_run
+    assert _policy_is_unmoved(run)
+    assert run.require(POLICY_UPDATE, 1).provenance.metrics["actor/skipped_mini_batches"] == 1.0
+
+
+def test_truncated_completions_are_left_out_of_the_loss_where_that_is_asked_for(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    masked = _config(tiny_model, problems, **{"algorithm.mask_truncated_completions": True})
+    with _prepared(tmp_path, masked, RIGHT, CUT) as session:
+        loop.run_step(session, 1)
+        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        assert not _policy_is_unmoved(session.store_run)
+    assert [row["loss_mask"] for row in rows] == [[True] * 3, [False] * 6]
+    # It still counts in its group.
+    assert rows[0]["group_reward_mean"] == 0.5
+    with _prepared(tmp_path / "all", masked, CUT) as session:
+        loop.run_step(session, 1)
+        assert _policy_is_unmoved(session.store_run)
+    with _prepared(tmp_path / "none", _config(tiny_model, problems), CUT) as session:
+        loop.run_step(session, 1)
+        assert not _policy_is_unmoved(session.store_run)
+
+
+def test_groups_of_one_have_no_advantage(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    alone = {"actor_rollout_ref.rollout.n": 1, "actor_rollout_ref.actor.entropy_coeff": 0.0}
+    with _prepared(tmp_path, _config(tiny_model, problems, **alone), RIGHT) as session:
+        loop.run_step(session, 1)
+        run = session.store_run
+    (row,) = _rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
+    assert (row["advantages"], row["group_size"], row["group_reward_std"]) == ([0.0] * 3, 1, 0.0)
+    assert run.require("advantage", 1).provenance.metrics["critic/constant_groups_ratio"] == 1.0
+    assert _policy_is_unmoved(run)
+
+
+def test_completions_without_log_probs_need_the_policy_to_score_them(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    silent = Completion([60, 61, 2], None, "#### 1", "stop")
+    with (
+        _prepared(tmp_path, _config(tiny_model, problems), silent) as session,
+        pytest.raises(DataError, match=r"sample 0 has no sampler_log_probs; .*bypass_mode=false"),
+    ):
+        loop.run_step(session, 1)
+    scored = _config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
+    with _prepared(tmp_path / "scored", scored, silent) as session:
+        loop.run_step(session, 1)
+        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        scores = _rows(session.store_run, "policy_scores", "policy_scores", schemas.scores("policy"))
+    assert [row["behaviour_source"] for row in rows] == ["policy"] * 2
+    assert [row["behaviour_log_probs"] for row in rows] == [row["policy_log_probs"] for row in scores]
+
+
+def test_policy_scores_of_what_the_policy_sampled_are_the_samplers_log_probs(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    config = _config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
+    run = train_tiny(tmp_path, "run", config)
+    rollouts = _rows(run, "rollout", "rollouts", schemas.ROLLOUTS)
+    scores = _rows(run, "policy_scores", "policy_scores", schemas.scores("policy"))
+    for row, score in zip(rollouts, scores, strict=True):
+        assert score["policy_log_probs"] == pytest.approx(row["sampler_log_probs"], abs=1e-4)
+
+
+def test_what_a_stage_is_committed_from_cannot_change_under_it(
+    tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    config = _config(tiny_model, problems)
+    run = train_tiny(tmp_path, "run", config)
+    other = _config(tiny_model, problems, **{"trainer.seed": 1, "reward_model.gsm8k_mode": "strict"})
+    rollout, reward, *_ = step_stages(other)
+    with open_session(run, other) as session:
+        with pytest.raises(CommitConflictError, match="step-000001/rollout is committed with another configuration"):
+            session.run(rollout, 1)
+        with pytest.raises(CommitConflictError, match="it reads: reward_model"):
+            session.run(reward, 1)
+
+
+def test_every_stage_computed_again_gives_what_is_committed(tmp_path: Path, tiny_model: Path) -> None:
+    problems = write_problems(tmp_path / "problems.jsonl")
+    config = tiny_config(
+        tiny_model,
+        problems,
+        **{
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "algorithm.rollout_correction.bypass_mode": False,
+            "trainer.total_training_steps": 2,
+        },
+    )
+    train_tiny(tmp_path, "run", config)
+    # Only to be read: no claim, so that nothing can be published.
+    run = Run(str(tmp_path), "run")
+    files = sorted(path for path in (tmp_path / "run").rglob("*"))
+    for stage in step_stages(config):
+        digests = replay_stage(stage, run, config, 2)
+        assert digests
+        assert all(old == new for old, new in digests.values()), stage.name
+    assert sorted(path for path in (tmp_path / "run").rglob("*")) == files
+
+
+# -- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def _evaluation(prompt: str, reward: float, *, source: str = "a", is_parseable: bool = True) -> dict[str, Any]:
+    return {"prompt_id": prompt, "reward": reward, "data_source": source, "is_parseable": is_parseable}
+
+
+def test_accuracy_is_the_mean_over_prompts_of_each_data_source() -> None:
+    rows = [
+        _evaluation("p1", 1.0),
+        _evaluation("p1", 0.0, is_parseable=False),
+        _evaluation("p2", 1.0),
+        _evaluation("p2", 1.0),
+        _evaluation("q1", -1.0, source="b"),
+        _evaluation("q2", 2.0, source="b"),
+    ]
+    low, high = wilson_interval(1.5, 2)
+    assert accuracy_metrics(rows) == {
+        "val-core/a/acc/mean@2": 0.75,
+        "val-aux/a/parseable_ratio": 0.75,
+        "val-aux/a/acc/ci95_low@2": low,
+        "val-aux/a/acc/ci95_high@2": high,
+        # Rewards outside 0 to 1 are no proportion: no interval.
+        "val-core/b/acc/mean@1": 0.5,
+        "val-aux/b/parseable_ratio": 1.0,
+    }
+
+
+def test_evaluation_grades_the_held_out_prompts(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    held_out = write_problems(tmp_path / "held_out.jsonl", 4)
+    config = _config(tiny_model, problems, **{"data.val_files": str(held_out)})
+    # The answers are 1, 3, 5, 7: the first is right.
+    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+        loop.evaluate_base(session)
+        manifest = session.store_run.require("evaluate", 0)
+        rows = _rows(session.store_run, "evaluate", "evaluations", schemas.EVALUATIONS, 0)
+    assert [row["prompt_id"] for row in rows] == [f"val-{number:07d}" for number in range(4)]
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
+    metrics = manifest.provenance.metrics
+    assert metrics["val-core/openai/gsm8k/acc/mean@1"] == 0.25
+    assert metrics["val-aux/openai/gsm8k/parseable_ratio"] == 0.5
+    assert metrics["val-aux/openai/gsm8k/acc/ci95_low@1"] == pytest.approx(0.0456, abs=1e-4)
+    assert metrics["val-aux/openai/gsm8k/acc/ci95_high@1"] == pytest.approx(0.6994, abs=1e-4)
+    assert manifest.content.policy_version == 0
+
+
+def test_a_run_without_held_out_prompts_cannot_be_evaluated(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    from ratchet.stages.evaluate import Evaluate
+
+    with _prepared(tmp_path, _config(tiny_model, problems)) as session:
+        assert loop.evaluate_last(session) is None
+        with pytest.raises(ConfigError, match=r"data\.val_files is not set"):
+            session.run(Evaluate(), 0)
+
+
+# -- export ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_export_loads_in_plain_transformers_and_is_the_policy(
+    tmp_path: Path, tiny_model: Path, problems: Path, dtype: str, step: int
+) -> None:
+    from ratchet.stages.checkpoint_export import CheckpointExport
+
+    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.dtype": dtype})
+    with _prepared(tmp_path, config) as session:
+        if step:
+            loop.run_step(session, 1)
+        manifest = session.run(CheckpointExport(), step)
+        run = session.store_run
+    read_folder(run.store, manifest.output("export"), tmp_path / "export")
+    read_folder(run.store, run.require(POLICY_UPDATE, step).output("policy"), tmp_path / "policy")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto", local_files_only=True)
+    weights = model.state_dict()
+    for name, tensor in load_file(tmp_path / "policy" / "model.safetensors").items():
+        assert weights[name].dtype == getattr(torch, dtype)
+        assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
+    assert manifest.provenance.metrics["export/max_log_prob_difference"] < 1e-3
+    assert AutoTokenizer.from_pretrained(tmp_path / "export", local_files_only=True).chat_template
+    assert (tmp_path / "export" / "generation_config.json").is_file()
