@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, default=CACHE / "learn.svg", help="where the curve is written")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{CACHE / 'mlflow.db'}")
     data = [f"data.train_files={arguments.data}", f"data.val_files={arguments.data}"] if arguments.data else []
     config = load_config(

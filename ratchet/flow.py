@@ -4,114 +4,89 @@ A flow is data. It names the same config keys as a YAML file, so a run can be de
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HFRollout:
+def _sets(key: str, default: Any = MISSING) -> Any:
+    """Return a field that sets the config key `key`; without a default it must be given."""
+    return field(default=default, metadata={"key": key})
+
+
+class Part:
+    """One part of a flow: its fields set config keys."""
+
+    name: ClassVar[str]
+    name_key: ClassVar[str | None] = None
+    """Config key that the part's name sets."""
+
+    def keys(self) -> dict[str, Any]:
+        """Return config key -> value for everything that this part sets."""
+        named = {self.name_key: self.name} if self.name_key else {}
+        declared: Any = self
+        return named | {one.metadata["key"]: getattr(self, one.name) for one in fields(declared)}
+
+
+_MODEL = "actor_rollout_ref.model.path"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFRollout(Part):
     """Sample with Hugging Face transformers."""
 
     name: ClassVar[str] = "hf"
-    model: str
-    temperature: float = 1.0
-    n: int = 8
-    max_tokens: int = 512
-
-    def keys(self) -> dict[str, Any]:
-        """Config keys that this part sets."""
-        rollout = "actor_rollout_ref.rollout"
-        return {
-            f"{rollout}.name": self.name,
-            f"{rollout}.temperature": self.temperature,
-            f"{rollout}.n": self.n,
-            "actor_rollout_ref.model.path": self.model,
-            "data.max_response_length": self.max_tokens,
-        }
+    name_key: ClassVar[str | None] = f"{_ROLLOUT}.name"
+    model: str = _sets(_MODEL)
+    temperature: float = _sets(f"{_ROLLOUT}.temperature", 1.0)
+    n: int = _sets(f"{_ROLLOUT}.n", 8)
+    max_tokens: int = _sets("data.max_response_length", 512)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMRollout:
+@dataclass(frozen=True, kw_only=True)
+class VLLMRollout(HFRollout):
     """Sample with vLLM."""
 
     name: ClassVar[str] = "vllm"
-    model: str
-    temperature: float = 1.0
-    n: int = 8
-    max_tokens: int = 512
-    gpu_memory_utilization: float = 0.5
-    tensor_parallel_size: int = 1
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    enforce_eager: bool = False
-
-    def keys(self) -> dict[str, Any]:
-        """Config keys that this part sets."""
-        rollout = "actor_rollout_ref.rollout"
-        return {
-            f"{rollout}.name": self.name,
-            f"{rollout}.temperature": self.temperature,
-            f"{rollout}.n": self.n,
-            f"{rollout}.gpu_memory_utilization": self.gpu_memory_utilization,
-            f"{rollout}.tensor_model_parallel_size": self.tensor_parallel_size,
-            f"{rollout}.max_num_seqs": self.max_num_seqs,
-            f"{rollout}.max_num_batched_tokens": self.max_num_batched_tokens,
-            f"{rollout}.enforce_eager": self.enforce_eager,
-            "actor_rollout_ref.model.path": self.model,
-            "data.max_response_length": self.max_tokens,
-        }
+    gpu_memory_utilization: float = _sets(f"{_ROLLOUT}.gpu_memory_utilization", 0.5)
+    tensor_parallel_size: int = _sets(f"{_ROLLOUT}.tensor_model_parallel_size", 1)
+    max_num_seqs: int = _sets(f"{_ROLLOUT}.max_num_seqs", 256)
+    max_num_batched_tokens: int = _sets(f"{_ROLLOUT}.max_num_batched_tokens", 8192)
+    enforce_eager: bool = _sets(f"{_ROLLOUT}.enforce_eager", False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GSM8KReward:
+@dataclass(frozen=True, kw_only=True)
+class GSM8KReward(Part):
     """Grade GSM8K answers; `mode` says how an answer is read."""
 
     name: ClassVar[str] = "gsm8k"
-    mode: str = "default"
-
-    def keys(self) -> dict[str, Any]:
-        """Config keys that this part sets."""
-        return {"reward_model.gsm8k_mode": self.mode}
+    mode: str = _sets("reward_model.gsm8k_mode", "default")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GRPOAdvantage:
+@dataclass(frozen=True, kw_only=True)
+class GRPOAdvantage(Part):
     """Group-relative advantages (arXiv:2402.03300)."""
 
     name: ClassVar[str] = "grpo"
-    norm_adv_by_std: bool = True
-
-    def keys(self) -> dict[str, Any]:
-        """Config keys that this part sets."""
-        return {"algorithm.adv_estimator": self.name, "algorithm.norm_adv_by_std_in_grpo": self.norm_adv_by_std}
+    name_key: ClassVar[str | None] = "algorithm.adv_estimator"
+    norm_adv_by_std: bool = _sets("algorithm.norm_adv_by_std_in_grpo", True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FSDPPolicyUpdate:
+@dataclass(frozen=True, kw_only=True)
+class FSDPPolicyUpdate(Part):
     """Update the policy with FSDP2 and the clipped PPO loss."""
 
     name: ClassVar[str] = "fsdp"
-    lr: float = 1e-6
-    grad_clip: float = 1.0
-    ppo_epochs: int = 1
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    loss_agg_mode: str = "token-mean"
-
-    def keys(self) -> dict[str, Any]:
-        """Config keys that this part sets."""
-        actor = "actor_rollout_ref.actor"
-        return {
-            f"{actor}.optim.lr": self.lr,
-            f"{actor}.grad_clip": self.grad_clip,
-            f"{actor}.ppo_epochs": self.ppo_epochs,
-            f"{actor}.clip_ratio_low": self.clip_ratio_low,
-            f"{actor}.clip_ratio_high": self.clip_ratio_high,
-            f"{actor}.loss_agg_mode": self.loss_agg_mode,
-        }
+    lr: float = _sets(f"{_ACTOR}.optim.lr", 1e-6)
+    grad_clip: float = _sets(f"{_ACTOR}.grad_clip", 1.0)
+    ppo_epochs: int = _sets(f"{_ACTOR}.ppo_epochs", 1)
+    clip_ratio_low: float = _sets(f"{_ACTOR}.clip_ratio_low", 0.2)
+    clip_ratio_high: float = _sets(f"{_ACTOR}.clip_ratio_high", 0.2)
+    loss_agg_mode: str = _sets(f"{_ACTOR}.loss_agg_mode", "token-mean")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RLDataFlow:
     """The parts of a run. `config()` turns them into the run's config.
 
@@ -119,7 +94,8 @@ class RLDataFlow:
     policy_update=FSDPPolicyUpdate(lr=1e-5)).
     """
 
-    rollout: HFRollout | VLLMRollout
+    rollout: HFRollout
+    """Or VLLMRollout."""
     reward: GSM8KReward = field(default_factory=GSM8KReward)
     advantage: GRPOAdvantage = field(default_factory=GRPOAdvantage)
     policy_update: FSDPPolicyUpdate = field(default_factory=FSDPPolicyUpdate)

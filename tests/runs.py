@@ -106,4 +106,3 @@ def use_sampler(session: Session, sampler: ScriptedSampler) -> None:
     """Make the session's stages sample from `sampler`."""
     session.residents._sampler = sampler
     session.residents._held["sampler"] = ""
-

@@ -85,9 +85,7 @@ class Preprocess(Stage):
         data = config.data
         # Data sets call their held-out split test.
         split = "train" if self.split == "train" else "test"
-        return self._load(
-            self._source(config), split=split, data_source=data.data_source, prompt_key=data.prompt_key
-        )
+        return self._load(self._source(config), split=split, data_source=data.data_source, prompt_key=data.prompt_key)
 
     def _within_limit(self, context: Context, numbered: list[tuple[str, PromptRow]]) -> list[tuple[str, PromptRow]]:
         from ratchet.engines.model import chat_prompt_ids
@@ -103,9 +101,7 @@ class Preprocess(Stage):
                 f"{lengths[first]}. Raise the limit, or set data.filter_overlong_prompts=true to leave them out"
             )
         if overlong:
-            logger.warning(
-                "%s: %d of %d prompts are over the limit", self.name, len(overlong), len(numbered)
-            )
+            logger.warning("%s: %d of %d prompts are over the limit", self.name, len(overlong), len(numbered))
         dropped = set(overlong)
         return [item for index, item in enumerate(numbered) if index not in dropped]
 

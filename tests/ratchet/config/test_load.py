@@ -187,9 +187,7 @@ def test_keys_that_look_alike_but_do_not_contradict_each_other_are_taken() -> No
         (["actor_rollout_ref.actor.kl_loss_coef=1"], False),
     ],
 )
-def test_the_reference_is_needed_only_where_a_term_with_weight_reads_it(
-    overrides: list[str], is_needed: bool
-) -> None:
+def test_the_reference_is_needed_only_where_a_term_with_weight_reads_it(overrides: list[str], is_needed: bool) -> None:
     assert load_config(overrides=overrides).reference_is_needed is is_needed
 
 

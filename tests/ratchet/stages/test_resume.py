@@ -308,9 +308,7 @@ def test_a_stage_does_not_run_before_what_it_reads_is_committed(
             session.run(rollout, 2)
 
 
-def test_changed_prompts_are_refused_and_prompts_that_are_gone_are_not_missed(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_changed_prompts_are_refused_and_prompts_that_are_gone_are_not_missed(tmp_path: Path, tiny_model: Path) -> None:
     source = write_problems(tmp_path / "problems.jsonl")
     config = _config(tiny_model, source)
     with pytest.raises(Stopped):
