@@ -6,6 +6,7 @@ kfp.local runs the golden YAML itself, each task as a process of this environmen
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def run_locally(golden: Path, arguments: dict[str, Any], *, pipeline_root: Path)
     paths = {"PYTHONPATH": str(REPOSITORY), "PATH": str(Path(sys.executable).parent)}
     for name, first in paths.items():
         os.environ[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
+    # Here a task's image is a name only.
+    warnings.filterwarnings("ignore", "You may be attemping to run a task", RuntimeWarning)
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(pipeline_root), raise_on_error=True)
     components.load_component_from_file(str(golden))(**arguments)
 

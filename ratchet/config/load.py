@@ -20,6 +20,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read the config file {path}: it is not UTF-8 ({error})") from error
         tree = _mapping(text, str(path))
     return parse_config(tree, overrides, source=str(path) if path else "the command line")
 

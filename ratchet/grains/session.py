@@ -19,7 +19,7 @@ from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import POLICY_UPDATE, Run
-from ratchet.tracking.trackers import Trackers, check_names, open_trackers
+from ratchet.tracking.trackers import Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,18 @@ class Session:
     def _retain_trainer_states(self, newest: int) -> None:
         """Delete the trainer states before the last two, but for those that trainer.save_freq keeps for good."""
         save_freq = self.config.trainer.save_freq
-        states = []
+        num_states = 0
         for step in range(newest, max(0, newest - 4 * self.config.trainer.trainer_state_freq - 4), -1):
-            manifest = self.store_run.require(POLICY_UPDATE, step)
-            if manifest.provenance.trainer_state is not None:
-                states.append((step, manifest.provenance.trainer_state))
-        for step, state in states[2:]:
-            if not (save_freq > 0 and step % save_freq == 0) and artifacts.is_present(self.store_run.store, state):
-                artifacts.delete(self.store_run.store, state)
+            state = self.store_run.require(POLICY_UPDATE, step).provenance.trainer_state
+            if state is None:
+                continue
+            num_states += 1
+            if num_states <= 2 or (save_freq > 0 and step % save_freq == 0):
+                continue
+            if not artifacts.is_present(self.store_run.store, state):
+                # Those before it went with it; asking for each of them would cost every step a request a state.
+                return
+            artifacts.delete(self.store_run.store, state)
 
 
 def submit(
@@ -84,7 +88,6 @@ def submit(
     that the stages run in this process: then model and data must be found before the run id is taken for them.
     """
     distributed.processes(config)
-    check_names(config.trainer.logger)
     run = Run(root, run_id)
     is_old = run.store.size(layout.RUN) is not None
     epoch = run.epoch_of(submission_id) if is_old and submission_id is not None else None

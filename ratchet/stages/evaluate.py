@@ -22,7 +22,6 @@ class Evaluate(Stage):
     config_keys = (
         "data.max_response_length",
         "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.val_kwargs",
         "reward_model",

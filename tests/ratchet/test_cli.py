@@ -303,6 +303,22 @@ def test_a_root_that_cannot_be_written_is_named(ratchet: Ratchet, tmp_path: Path
     assert str(tmp_path / "file" / "runs") in finished.err
 
 
+def test_a_place_that_cannot_be_written_to_is_named_whatever_is_written(
+    ratchet: Ratchet, tmp_path: Path, trained: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "out"
+    source = write_problems(tmp_path / "train.jsonl", 1)
+    for arguments in (
+        ["preprocess", "--source", source, "--local-dir", place],
+        ["export", trained, "--step", 2, "--to", place],
+    ):
+        finished = ratchet(*arguments)
+        assert finished.code == 2
+        assert finished.err.startswith("ratchet: ")
+        assert str(place) in finished.err
+
+
 def test_an_error_of_a_real_process_is_one_line_without_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ratchet.cli", "train", "trainer.grian=step"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)

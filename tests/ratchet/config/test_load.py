@@ -153,6 +153,12 @@ def test_a_config_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "absent.yaml")
 
 
+def test_a_config_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"weights\.yaml: it is not UTF-8"):
+        load_config(tmp_path / "weights.yaml")
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -1,5 +1,6 @@
 """A run that is killed anywhere and resumed is the run that was never interrupted."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,18 @@ def test_changed_prompts_are_refused_and_prompts_that_are_gone_are_not_missed(tm
         train_tiny(tmp_path, "run", config, stop_at("step-000001/rollout", is_committed=False))
     source.unlink()
     assert train_tiny(tmp_path, "run", config).last_step() == STEPS
+
+
+def test_model_and_prompts_may_lie_elsewhere_on_resume(
+    tmp_path: Path, tiny_model: Path, problems: Path, uninterrupted: dict[str, str]
+) -> None:
+    config = _config(tiny_model, problems, **{"data.val_files": str(problems)})
+    with pytest.raises(Stopped):
+        train_tiny(tmp_path, "run", config, stop_at("step-000002/rollout", is_committed=False))
+    model = shutil.copytree(tiny_model, tmp_path / "elsewhere")
+    moved = shutil.copyfile(problems, tmp_path / "moved.jsonl")
+    run = train_tiny(tmp_path, "run", _config(model, moved, **{"data.val_files": str(moved)}))
+    assert content_digests(run) == uninterrupted
 
 
 def test_a_changed_base_model_is_refused_and_one_that_is_gone_is_not_missed(tmp_path: Path, problems: Path) -> None:
