@@ -155,7 +155,8 @@ class Residents:
 
     def drop(self) -> None:
         """Close every engine and forget everything held in memory; the next use starts from what is committed."""
-        for engine in (self._sampler, self.trainer, *self._scorers.values()):
+        # The sampler last: where vLLM made the process group that the trainer joined, closing it ends the group.
+        for engine in (self.trainer, *self._scorers.values(), self._sampler):
             if engine is not None:
                 engine.close()
         self._sampler, self.trainer, self._fresh = None, None, None
