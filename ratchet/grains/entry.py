@@ -174,4 +174,3 @@ def _log_to_stderr() -> None:
     )
     # transformers draws a bar for each file that it reads and writes.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("ratchet").setLevel(os.environ.get("RATCHET_LOG_LEVEL", "INFO"))

@@ -114,7 +114,9 @@ def test_seeds_decide_and_the_global_generator_does_not(sampler: HFSampler) -> N
     params = SamplingParams(temperature=1.0, max_tokens=20)
     requests = [SampleRequest(SHORT, seed) for seed in (1, 2, 1)]
     first, second, again = sampler.sample(requests, params)
-    assert first == again
+    # A row's place in the batch may move the last bits of its log-probs, never its tokens.
+    assert first.token_ids == again.token_ids
+    assert first.log_probs == pytest.approx(again.log_probs, abs=1e-5)
     assert first.token_ids != second.token_ids
     before = torch.random.get_rng_state()
     torch.manual_seed(99)
