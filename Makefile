@@ -32,11 +32,12 @@ help: ## list the verbs
 
 setup: $(PROJECT) ## create .venv from the locks (once)
 
-demo: export HF_HUB_OFFLINE = 1
+# DATA may be a data set id.
+demo: export HF_HUB_OFFLINE = $(if $(DATA),0,1)
 demo: $(PROJECT) ## GRPO on word problems through the compiled pipeline, here; DATA=path takes GSM8K
 	$(BIN)/python -m demo.run $(if $(DATA),--data $(DATA))
 
-learn: export HF_HUB_OFFLINE = 1
+learn: export HF_HUB_OFFLINE = $(if $(DATA),0,1)
 learn: $(PROJECT) ## a longer run of the demo whose reward must rise
 	$(BIN)/python -m demo.learn $(if $(DATA),--data $(DATA))
 

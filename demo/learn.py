@@ -9,9 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from demo.run import CACHE, REPOSITORY, say
+from demo.run import CACHE, REPOSITORY, converted_data, say
 from demo.smollm2 import smollm2_folder
 from ratchet.config import load_config
+from ratchet.environment import set_defaults
 from ratchet.grains import loop
 from ratchet.grains.session import open_session, submit
 from ratchet.store.run import Run
@@ -25,9 +26,10 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, default=CACHE / "learn.svg", help="where the curve is written")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    set_defaults()
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{CACHE / 'mlflow.db'}")
-    data = [f"data.train_files={arguments.data}", f"data.val_files={arguments.data}"] if arguments.data else []
+    files = converted_data(arguments.data, CACHE / "learn-data") if arguments.data else {}
+    data = [f"data.{name}={place}" for name, place in files.items()]
     config = load_config(
         REPOSITORY / "configs" / "learn.yaml",
         [f"actor_rollout_ref.model.path={smollm2_folder(CACHE)}", *data],

@@ -6,8 +6,10 @@ Everything it starts listens on loopback and is stopped at the end; everything i
 import argparse
 import logging
 import os
+import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -15,6 +17,9 @@ import yaml
 from demo.servers import seaweedfs
 from demo.smollm2 import smollm2_folder
 from pipelines.local import run_locally
+from ratchet.data.sources import preprocess
+from ratchet.environment import set_defaults
+from ratchet.errors import DataError
 from ratchet.store.run import Run
 from ratchet.tracking.show import graded_completions, step_lines
 
@@ -40,8 +45,11 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    set_defaults()
     say("model: SmolLM2-135M-Instruct, converted once and kept in .cache")
     model = smollm2_folder(CACHE)
+    # Before the demo's own S3 server takes over the AWS variables: the user's data may lie on theirs.
+    files = converted_data(arguments.data, FOLDER / "data") if arguments.data else {}
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{FOLDER / 'mlflow.db'}")
     with seaweedfs(FOLDER / "s3") as server:
         os.environ.update(server.env())
@@ -52,7 +60,7 @@ def main() -> None:
             {
                 "root": ROOT,
                 "run_id": arguments.run_id,
-                "config": config_text(model, arguments.data),
+                "config": config_text(model, files),
                 "total_steps": arguments.steps,
                 "steps_per_segment": 2,
             },
@@ -61,13 +69,25 @@ def main() -> None:
         report(Run(ROOT, arguments.run_id), arguments.steps)
 
 
-def config_text(model: Path, data: str | None) -> str:
-    """Return the demo's config as YAML text, with the model's folder and the user's data."""
+def converted_data(source: str, folder: Path) -> dict[str, str]:
+    """Write the user's data as Parquet to `folder`; return data.train_files and data.val_files.
+
+    Without a split of its own for tests nothing is held out, and nothing is evaluated.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    splits = {Path(path).stem: path for path in preprocess(source, str(folder))}
+    if "train" not in splits:
+        raise DataError(f"{source}: expected training problems, found only {', '.join(splits)}")
+    if "test" not in splits:
+        say(f"{source} has no test split: nothing is held out, so nothing is evaluated")
+    return {"train_files": splits["train"], "val_files": splits.get("test", "")}
+
+
+def config_text(model: Path, files: Mapping[str, str]) -> str:
+    """Return the demo's config as YAML text, with the model's folder and the user's data, if there is any."""
     config = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     config["actor_rollout_ref"]["model"]["path"] = str(model)
-    if data:
-        place = str(Path(data).resolve()) if Path(data).exists() else data
-        config["data"] |= {"train_files": place, "val_files": place}
+    config["data"] |= files
     return yaml.safe_dump(config, sort_keys=False)
 
 

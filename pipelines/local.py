@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def run_locally(golden: Path, arguments: dict[str, Any], *, pipeline_root: Path) -> None:
     """Run the compiled pipeline to its end; RuntimeError if a task failed. Its small files go to `pipeline_root`."""
-    # Tasks start "python" in folders of their own: it must be this one, and find the library.
+    # Tasks are processes that start "python": it must be this one, and find the library.
     paths = {"PYTHONPATH": str(REPOSITORY), "PATH": str(Path(sys.executable).parent)}
     for name, first in paths.items():
         os.environ[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))

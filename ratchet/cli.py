@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ratchet import __version__
+from ratchet.environment import set_defaults
 from ratchet.errors import ConfigError, RatchetError
 
 if TYPE_CHECKING:
@@ -47,8 +49,7 @@ def _options(
     if version:
         typer.echo(__version__)
         raise typer.Exit
-    # transformers draws a bar for each file that it reads and writes.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    set_defaults()
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -62,13 +63,12 @@ def train(
 ) -> None:
     """Train here, in this process. The same run id again resumes the run."""
     from ratchet.config import load_config
-    from ratchet.grains import entry, loop
+    from ratchet.grains import loop
     from ratchet.grains.session import open_session, submit
 
     parsed = load_config(config, overrides or [])
     root, run_id = root or parsed.trainer.default_local_dir, run_id or parsed.trainer.experiment_name
-    entry.check_root(root)
-    run = submit(root, run_id, parsed, is_here=True)
+    run = submit(root, run_id, parsed)
     with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
         loop.train(session)
     typer.echo(f"run: {run.uri}")
@@ -159,7 +159,11 @@ def export(
     manifest = opened.manifest(CheckpointExport.name, step)
     if manifest is None:
         manifest = take_over(CheckpointExport(), opened, _newest_config(opened), step)
-    read_folder(opened.store, manifest.output("export"), to)
+    # Written beside and renamed, so that an interrupted export leaves nothing that looks like one.
+    partial = to.with_name(f"{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    read_folder(opened.store, manifest.output("export"), partial)
+    partial.rename(to)
     typer.echo(f"{to}: policy of step {step}")
 
 
@@ -205,13 +209,18 @@ def _progress(config: "RunConfig") -> Iterator[tuple[Callable[[str, bool], None]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from ratchet.store.layout import parse_step_folder
+    from ratchet.store.run import POLICY_UPDATE
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} steps"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=config.trainer.total_training_steps)
 
         def listen(place: str, is_committed: bool) -> None:
-            is_step = is_committed and place.endswith("/policy_update") and not place.startswith("step-000000/")
-            bar.update(task, description=place, advance=1 if is_step else 0)
+            folder, _, stage_name = place.partition("/")
+            step = parse_step_folder(folder)
+            done = step if is_committed and stage_name == POLICY_UPDATE else None
+            bar.update(task, description=place, completed=done)
 
         yield listen, lambda line: bar.console.print(line, highlight=False, soft_wrap=True)
 

@@ -49,11 +49,11 @@ class VLLMRollout(HFRollout):
     """Sample with vLLM."""
 
     name: ClassVar[str] = "vllm"
-    gpu_memory_utilization: float = _sets(f"{_ROLLOUT}.gpu_memory_utilization", 0.5)
+    gpu_memory_utilization: float | None = _sets(f"{_ROLLOUT}.gpu_memory_utilization", None)
     tensor_parallel_size: int = _sets(f"{_ROLLOUT}.tensor_model_parallel_size", 1)
     max_num_seqs: int = _sets(f"{_ROLLOUT}.max_num_seqs", 256)
     max_num_batched_tokens: int = _sets(f"{_ROLLOUT}.max_num_batched_tokens", 8192)
-    enforce_eager: bool = _sets(f"{_ROLLOUT}.enforce_eager", False)
+    enforce_eager: bool | None = _sets(f"{_ROLLOUT}.enforce_eager", None)
 
 
 @dataclass(frozen=True, kw_only=True)

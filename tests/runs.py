@@ -5,6 +5,9 @@ little entropy in the loss does, and policy digests that stay equal cannot hide 
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,19 @@ def train_tiny(root: Path | str, run_id: str, config: RunConfig, listener: Liste
     with open_session(run, config, listener) as session:
         loop.train(session)
     return run
+
+
+def train_in_a_process(root: str, run_id: str, config: str, overrides: Sequence[str], folder: Path) -> Run:
+    """Train with the command line in a process of its own, on one thread: digests depend on the number of threads."""
+    place = folder / f"{run_id}.yaml"
+    place.write_text(config, encoding="utf-8")
+    command = [sys.executable, "-m", "ratchet.cli", "train", "--config", str(place), "--root", root, "--run-id", run_id]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [*command, *overrides], cwd=CONFIGS.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return Run(root, run_id)
 
 
 class Stopped(Exception):

@@ -130,12 +130,14 @@ class RolloutConfig(Section):
     dtype: DType = "bfloat16"
     """Dtype of the sampler and of the published weights."""
     ignore_eos: bool = False
-    gpu_memory_utilization: Probability = 0.5
+    gpu_memory_utilization: Probability | None = None
+    """Share of the memory that vLLM may take; 0.5 of a GPU, 0.2 of a CPU's, where it is not given."""
     tensor_model_parallel_size: Positive = 1
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive = 8192
     enable_chunked_prefill: bool = True
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
+    """Run vLLM without CUDA graphs and compilation; on a CPU only, where it is not given."""
     val_kwargs: ValSampling = ValSampling()
 
 

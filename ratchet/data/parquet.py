@@ -6,7 +6,7 @@ writes its name into each file.
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -67,12 +67,6 @@ def read_table(store: ObjectStore, artifact: Artifact, schema: pa.Schema) -> pa.
     if artifact.rows != table.num_rows:
         raise DataError(f"{place}: its manifest counts {artifact.rows} rows, its files hold {table.num_rows}")
     return table
-
-
-def rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows as dicts."""
-    for batch in table.to_batches():
-        yield from batch.to_pylist()
 
 
 def _column(rows: Sequence[dict[str, Any]], field: pa.Field) -> pa.Array:

@@ -1,7 +1,8 @@
 """Turns one record that a user brings into one row of verl's prompt schema.
 
 The trap: Parquet fills keys that other rows have with None, and files disagree about the type of `extra_info.index`
-and of the ground truth. Here None keys are left out and the ground truth is text; ids keep their type.
+and of the ground truth. Here None keys are left out and the ground truth is text; ids keep their type, dates and
+decimals of other columns become text (`plain_values`).
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ratchet.data.plain_values import plain_value
 from ratchet.errors import DataError
 
 GSM8K: Final = "openai/gsm8k"
@@ -37,15 +39,7 @@ class PromptRow:
     reward_model: dict[str, str]
     """"style" and "ground_truth"."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the record says; no value is None."""
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without None entries of mappings, at any depth; mappings that are left empty go too."""
-    if isinstance(value, Mapping):
-        kept = {str(key): without_nulls(entry) for key, entry in value.items() if entry is not None}
-        return {key: entry for key, entry in kept.items() if entry != {}}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value
+    """Whatever else the record says, as JSON can say it; no value is None."""
 
 
 def reference_answer(answer: str, where: str) -> str:
@@ -83,7 +77,7 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
         raise DataError(f"{where}: expected the prompt to be a text or a list of messages, got {prompt!r:.80}")
     messages = []
     for message in prompt:
-        message = without_nulls(message)
+        message = plain_value(message, where)
         is_message = isinstance(message, dict) and set(message) == {"role", "content"}
         if not is_message or not all(isinstance(text, str) for text in message.values()):
             raise DataError(f"{where}: expected messages of the texts role and content, got {message!r:.120}")
@@ -92,6 +86,7 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
 
 
 def _ground_truth_text(value: Any, where: str) -> str:
+    value = plain_value(value, where)
     if isinstance(value, str):
         return reference_answer(value, where) if "####" in value else value
     if value is None or isinstance(value, bool):
@@ -121,11 +116,12 @@ def _prompt_row(
 ) -> PromptRow:
     reward_model = _reward_model(record, where)
     source = record.get("data_source") or data_source
-    extra = without_nulls(record.get("extra_info") or {})
+    extra = plain_value(record.get("extra_info") or {}, f"{where}, column extra_info")
     if not isinstance(extra, dict):
         raise DataError(f"{where}: expected extra_info to be an object, got {type(extra).__name__}")
     known = {prompt_key, "data_source", "ability", "reward_model", "ground_truth", "extra_info"}
-    others = {key: value for key, value in without_nulls(record).items() if key not in known}
+    columns = {key: plain_value(value, f"{where}, column {key}") for key, value in record.items() if key not in known}
+    others = {key: value for key, value in columns.items() if value is not None and value != {}}
     if "reward_model" not in record and "extra_info" not in record:
         others = {**others, "split": split, "index": index}
     return PromptRow(

@@ -1,11 +1,12 @@
 """Reads the prompts that users bring, wherever they are, into rows of verl's schema.
 
 A source is a file (JSON Lines or Parquet), a folder with one file a split, the same below `s3://`, the id of a data set
-on the hub, or `ratchet/word-problems?level=1&size=512&seed=0`. The trap: `openai/gsm8k` is a path before it is an id; a
-local file or folder of that name wins.
+on the hub, or `ratchet/word-problems?level=1&size=512&seed=0`; `~` is the home folder. The trap: `openai/gsm8k` is a
+path before it is an id; a local file or folder of that name wins.
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -36,7 +37,7 @@ def load_rows(spec: str, *, split: str, data_source: str | None = None, prompt_k
     `split` picks the file of a folder or the part of a data set, and goes into GSM8K's rows; a single file is read
     whole. `data_source` is for rows that name none themselves. DataError names the file, and the line or row.
     """
-    spec = spec.removeprefix("json:").removeprefix("file://") if not spec.startswith("s3://") else spec
+    spec = _location(spec)
     options = {"split": split, "data_source": data_source, "prompt_key": prompt_key}
     if spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists():
         rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
@@ -51,6 +52,11 @@ def load_rows(spec: str, *, split: str, data_source: str | None = None, prompt_k
         raise DataError(f"{spec}: expected at least one row, got none")
     _count_duplicates(rows, spec)
     return rows
+
+
+def _location(spec: str) -> str:
+    """A source without its scheme and with `~` expanded, as for model folders."""
+    return spec if spec.startswith("s3://") else os.path.expanduser(spec.removeprefix("json:").removeprefix("file://"))
 
 
 def _row(record: dict[str, Any], where: str, index: int, fallback_source: str, **options: Any) -> PromptRow:
@@ -165,7 +171,7 @@ def preprocess(
     A single file gives the one split that its name says (`split_of_file`); a folder gives the splits it has; data sets
     and generated problems give both. Everything is read before anything is written.
     """
-    location = source.removeprefix("json:")
+    location, local_dir = _location(source), _location(local_dir)
     splits: tuple[str, ...] = _SPLITS
     if location.endswith(_SUFFIXES):
         splits = (split_of_file(location),)

@@ -68,7 +68,15 @@ def parquet_records(body: bytes, name: str) -> Iterator[tuple[int, dict[str, Any
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{name}: expected a Parquet file ({error})") from error
     number = 0
-    for batch in file.iter_batches():
-        for record in batch.to_pylist():
+    batches = file.iter_batches()
+    while True:
+        try:
+            batch = next(batches, None)
+            records = [] if batch is None else batch.to_pylist()
+        except (pa.ArrowInvalid, OSError, ValueError) as error:  # damaged pages, times that Python cannot hold
+            raise DataError(f"{name}, after row {number}: cannot be read ({error})") from error
+        if batch is None:
+            return
+        for record in records:
             yield number, record
             number += 1

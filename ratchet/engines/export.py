@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ratchet.engines.model import load_causal_lm
 from ratchet.errors import EngineError
@@ -33,8 +32,7 @@ def prove_export(
 
     Returns the largest absolute difference in nats; above `tolerance`, or where it is not a number, EngineError.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    model.train(False)
+    model = load_causal_lm(folder, "float32")
     largest = 0.0
     for token_ids, log_probs in zip(sequences, expected, strict=True):
         if len(token_ids) < 2:

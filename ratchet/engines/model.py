@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TEMPLATE_DATE = datetime(2024, 7, 26)
+"""Today, as far as chat templates can tell: what Llama's fall back to where they are given no clock."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -128,7 +131,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise EngineError(f"model folder {str(folder)!r} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of tokenizer.json, the tokenizers library raises plain Exception and nothing below it
         raise EngineError(f"tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
         raise EngineError(f"tokenizer in {str(folder)!r} has no chat template; prompts are chat messages")
@@ -191,10 +194,15 @@ def chat_prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     """Token ids of `messages` ({"role", "content"}) up to where the assistant's completion begins.
 
     Special tokens are the template's alone: rendered and tokenised in one go, so that the tokenizer adds no second BOS.
+    A template that asks for the date is told the same one every day: a prompt's ids depend on its messages alone.
     """
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            strftime_now=_TEMPLATE_DATE.strftime,  # a variable, which comes before the global of that name
         )
     except TemplateError as error:
         raise DataError(f"chat template refused the messages {list(messages)!r}: {error}") from error

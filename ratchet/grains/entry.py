@@ -7,30 +7,30 @@ it belongs to (the pipeline run's id), since KFP hands no data from one iteratio
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ratchet.config import RunConfig, load_config, parse_text
-from ratchet.errors import ConfigError, StoreError
+from ratchet.environment import set_defaults
+from ratchet.errors import ConfigError
 from ratchet.grains import loop
 from ratchet.grains.session import Session, join_submission, open_session, submit
 from ratchet.stages.base import Context, Stage
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stage, step_stages
 from ratchet.stages.residents import Residents
+from ratchet.stages.settings import total_steps
 from ratchet.store.artifacts import scratch
 from ratchet.store.manifest import Manifest
 from ratchet.store.objects import open_store
-from ratchet.store.run import Run
+from ratchet.store.run import POLICY_UPDATE, Run
 
 logger = logging.getLogger(__name__)
 
 
 def preflight(root: str, run_id: str, submission_id: str, config: str, overrides: list[str]) -> str:
     """Check what can be checked in seconds, create or find the run, and claim it. Returns the run's place."""
-    _log_to_stderr()
-    check_root(root)
+    _start_program()
     is_text = "\n" in config or ":" in config.replace("://", "")
     if config.startswith("s3://"):
         folder, _, name = config.rpartition("/")
@@ -40,18 +40,6 @@ def preflight(root: str, run_id: str, submission_id: str, config: str, overrides
     else:
         parsed = load_config(config or None, overrides)
     return submit(root, run_id, parsed, submission_id=submission_id).uri
-
-
-def check_root(root: str) -> None:
-    """Check that the root can be written and honours create-only puts; StoreError otherwise."""
-    store, key = open_store(root), f".probe/{uuid.uuid4().hex}"
-    try:
-        if not store.put_create(key, b"probe") or store.put_create(key, b"again"):
-            raise StoreError(
-                f"{root} does not honour create-only puts (If-None-Match); runs cannot be committed safely there"
-            )
-    finally:
-        store.delete(key)
 
 
 def preprocess(root: str, run_id: str, submission_id: str) -> str:
@@ -74,12 +62,12 @@ def segment(root: str, run_id: str, submission_id: str, start: int) -> str:
     """Run the segment of steps that begins with `start`. Returns the content digest of its last policy update."""
     with _session(root, run_id, submission_id) as session:
         # The fence: nothing of this segment may run before the one before it is done.
-        session.store_run.require("policy_update", start - 1)
+        session.store_run.require(POLICY_UPDATE, start - 1)
         if start == 1:
             loop.evaluate_base(session)
         stop = min(start + session.config.trainer.steps_per_segment, session.total_steps() + 1)
         loop.run_segment(session, start, stop)
-        return session.store_run.require("policy_update", stop - 1).content_digest
+        return session.store_run.require(POLICY_UPDATE, stop - 1).content_digest
 
 
 def stage(name: str, root: str, run_id: str, submission_id: str, step: int) -> str:
@@ -125,7 +113,10 @@ def take_over(found: Stage, run: Run, config: RunConfig, step: int) -> Manifest:
     A stage whose inputs are not committed is a NotCommittedError, and the run stays its owner's.
     """
     found.inputs(run, config, step)
-    with open_session(submit(run.root, run.run_id, config), config, is_last=False) as session:
+    # What a training run may refuse, a single stage of it may do: the run exists, and that is the point.
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume_mode": "auto"})})
+    is_last = run.last_step() >= total_steps(run, config)
+    with open_session(submit(run.root, run.run_id, config), config, is_last=is_last) as session:
         return session.run(found, step)
 
 
@@ -153,7 +144,7 @@ def replay_stage(found: Stage, run: Run, config: RunConfig, step: int) -> dict[s
 
 @contextmanager
 def _session(root: str, run_id: str, submission_id: str, *, is_last: bool = False) -> Iterator[Session]:
-    _log_to_stderr()
+    _start_program()
     run, config = join_submission(root, run_id, submission_id)
     with open_session(run, config, is_last=is_last) as session:
         yield session
@@ -165,12 +156,11 @@ def _number(version: str) -> int:
     return int(version)
 
 
-def _log_to_stderr() -> None:
+def _start_program() -> None:
     """Components are programs: their log goes to the pod's log, unless a host program has set logging up."""
+    set_defaults()
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("RATCHET_LOG_LEVEL", "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # transformers draws a bar for each file that it reads and writes.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

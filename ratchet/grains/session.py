@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
-from ratchet.errors import ConfigError, NotCommittedError, OwnershipLostError
+from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains import distributed
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.preprocess import Preprocess
@@ -60,7 +60,13 @@ class Session:
 
     def total_steps(self) -> int:
         """Return the steps of the whole run."""
-        return total_steps(self.store_run, self.config)
+        total, last = total_steps(self.store_run, self.config), self.store_run.last_step()
+        if last > total:
+            raise ConfigError(
+                f"run {self.store_run.uri} has committed {last} steps, and this submission asks for {total} in all; "
+                "a run may grow, never shrink: raise trainer.total_training_steps, or use another run id"
+            )
+        return total
 
     def _retain_trainer_states(self, newest: int) -> None:
         """Delete the trainer states before the last two, but for those that trainer.save_freq keeps for good."""
@@ -79,13 +85,11 @@ class Session:
             artifacts.delete(self.store_run.store, state)
 
 
-def submit(
-    root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None, is_here: bool = False
-) -> Run:
+def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None) -> Run:
     """Create the run or check that it is the same one, and claim it for a new submission.
 
-    A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch. `is_here` says
-    that the stages run in this process: then model and data must be found before the run id is taken for them.
+    A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch. For a new run
+    the model's tokenizer and every prompt are checked first, so that no mistake in them takes the run id.
     """
     distributed.processes(config)
     run = Run(root, run_id)
@@ -97,7 +101,7 @@ def submit(
     if is_old and config.trainer.resume_mode == "disable":
         raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
     if not is_old:
-        _check_sources(config, is_here=is_here)
+        _check_sources(config)
     run.create_or_check(semantic(config))
     run.claim(
         {
@@ -111,16 +115,15 @@ def submit(
     return run
 
 
-def _check_sources(config: RunConfig, *, is_here: bool) -> None:
+def _check_sources(config: RunConfig) -> None:
     for key in ("actor_rollout_ref.model.path", "data.train_files"):
         if not config.value(key):
             raise ConfigError(f"{key} is not set: a run needs a model and training prompts")
-    if is_here:
-        from ratchet.engines.model import resolve_model_folder
+    from ratchet.engines.model import load_tokenizer, resolve_model_folder
 
-        resolve_model_folder(config.actor_rollout_ref.model.path)
-        for split in ("train", "val") if config.data.val_files else ("train",):
-            Preprocess(split).rows(config)
+    tokenizer = load_tokenizer(resolve_model_folder(config.actor_rollout_ref.model.path))
+    for split in ("train", "val") if config.data.val_files else ("train",):
+        Preprocess(split).usable(config, tokenizer)
 
 
 def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, RunConfig]:
@@ -157,11 +160,10 @@ def open_session(
     try:
         trackers.catch_up()
         yield session
-    except OwnershipLostError:
-        # The run goes on under its new owner.
-        raise
     except BaseException:
-        trackers.finish("FAILED")
+        # A run that another runner has claimed goes on under that one.
+        if run.is_owner():
+            trackers.finish("FAILED")
         raise
     else:
         if is_last:

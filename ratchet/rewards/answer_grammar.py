@@ -1,7 +1,8 @@
 """Reads the one number that a line of text states, or nothing where it states none or more than one.
 
 A line pays only if everything on it agrees: "72 or 73", "1-2", "3:30" and "48 + 24" state no single number. An
-equation states its right-hand side. What is refused costs a reward; what is guessed teaches a policy to hedge.
+equation states its right-hand side. What is refused costs a reward; what is guessed teaches a policy to hedge. Doubt
+alone is no hedge: "72?" and "maybe 72" name one number and state it. "either 72" and "not 72" do not.
 """
 
 import re
@@ -9,13 +10,21 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
+from ratchet.rewards.asides import (
+    ALTERNATIVES,
+    HEDGES,
+    REASONS,
+    doubts_in_words,
+    leaves_answer,
+    sounds_like_another_answer,
+    without_references,
+)
 from ratchet.rewards.numerals import Token, tokenize
 from ratchet.rewards.operands import CONNECTORS, Operand, is_expression, is_word, read_operands
 
-_ALTERNATIVES = frozenset({"or", "either", "versus", "vs"})
 _DOUBTS = frozenset({"maybe", "perhaps", "possibly", "alternatively", "could", "might"})
-_RETRACTIONS = frozenset({"actually", "wait", "no", "not", "sorry", "instead", "rather", "correction"})
-_EXPLANATIONS = frozenset({"because", "since", "which", "where", "given", "as", "by"})
+_EXPLANATIONS = REASONS | {"which", "where", "as", "by"}
+_NEW_TASK = re.compile(r"\W*(?:question|problem|exercise|example|task|q|human|user|input|instruction)\b", re.IGNORECASE)
 
 _ACCOUNTING = re.compile(r"\s*(?:\(\s*\$\s?([\d.,]+)\s*\)|\$\s?\(\s*([\d.,]+)\s*\))[\s.]*")
 
@@ -71,26 +80,28 @@ def _equation(tokens: Sequence[Token]) -> Fraction:
     return value
 
 
-def _without_explained(tokens: Sequence[Token]) -> list[Token]:
-    """Leaves out brackets after the answer that explain it: "72 (48 in April and 24 in May)", but not "72 (73)"."""
+def _without_brackets(tokens: Sequence[Token]) -> tuple[list[Token], list[list[Token]]]:
+    """The tokens without the brackets that stand behind the answer, and what is in each of those brackets."""
     kept: list[Token] = []
-    at = 0
+    asides: list[list[Token]] = []
+    # Of an equation, brackets before the last "=" are factors: "5(2) = 10"; but not of one that is in brackets itself.
+    depth = answer = 0
+    for index, token in enumerate(tokens):
+        depth = max(depth + (token.kind == "open") - (token.kind == "close"), 0)
+        if depth == 0 and token.is_operator("="):
+            answer = index
     has_answer = False
+    at = 0
     while at < len(tokens):
-        has_answer = has_answer or tokens[at].kind == "number"
+        has_answer = has_answer or (at >= answer and tokens[at].kind == "number")
         if tokens[at].kind != "open" or not has_answer:
             kept.append(tokens[at])
             at += 1
             continue
         close = next((index for index in range(at, len(tokens)) if tokens[index].kind == "close"), len(tokens))
-        inner = tokens[at + 1 : close]
-        count = sum(token.kind == "number" for token in inner)
-        starts_with_word = bool(inner) and inner[0].kind == "word"
-        has_glue = any(token.kind == "word" or token.is_operator("+*/=") for token in inner)
-        if not (count and has_glue and (count > 1 or starts_with_word)):
-            kept.extend(inner)
+        asides.append(list(tokens[at + 1 : close]))
         at = close + 1
-    return kept
+    return kept, asides
 
 
 def _end_of_clause(tokens: Sequence[Token]) -> int:
@@ -103,15 +114,12 @@ def _end_of_clause(tokens: Sequence[Token]) -> int:
     return len(tokens)
 
 
-def _check_rest(tokens: Sequence[Token]) -> None:
-    """Text behind the answer may explain it; it may not offer or retract numbers."""
-    if not _has_number(tokens):
-        return
-    first = next((token for token in tokens if token.kind != "end" and not token.is_operator("*")), None)
-    if first is not None and (first.kind in ("number", "currency") or first.is_operator("-+")):
-        raise _Unreadable
-    if any(is_word(token, _ALTERNATIVES | _DOUBTS | _RETRACTIONS) for token in tokens):
-        raise _Unreadable
+def _is_doubtful(clause: Sequence[Token]) -> bool:
+    """Whether the clause offers alternatives, or doubts or retracts one of several numbers."""
+    if any(is_word(token, ALTERNATIVES) for token in clause) or doubts_in_words(clause):
+        return True
+    values = {operand.value for operand in read_operands(clause)}
+    return len(values) > 1 and any(is_word(token, HEDGES) for token in clause)
 
 
 def read_answer(text: str) -> Fraction | None:
@@ -125,16 +133,30 @@ def read_answer(text: str) -> Fraction | None:
         text = f"-{accounting[1] or accounting[2]}"
     tokens = tokenize(text)
     end = _end_of_clause(tokens)
+    if _is_doubtful(tokens[:end]):
+        return None
+    clause, asides = _without_brackets(tokens[:end])
+    clause = without_references(clause, is_answer_inside=True)
     try:
-        _check_rest(tokens[end:])
-        if any(is_word(token, _ALTERNATIVES) for token in tokens[:end]):
-            return None
-        clause = _without_explained(tokens[:end])
         parts = _split(clause, [token.kind == "separator" or is_word(token, frozenset({"and"})) for token in clause])
         values = {_equation(part) for part in parts if _has_number(part)}
     except _Unreadable:
         return None
-    return values.pop() if len(values) == 1 else None
+    value = values.pop() if len(values) == 1 else None
+    is_left = value is not None and all(leaves_answer(aside, value) for aside in (*asides, tokens[end:]))
+    return value if is_left else None
+
+
+def is_contradicted_by(text: str, value: Fraction, *, is_new_paragraph: bool = False) -> bool:
+    """Whether what follows the answer `value` names another number without explaining it; `text` as in `read_answer`.
+
+    The next question, which base models make up, says nothing about the answer. A new paragraph counts only where it
+    turns back to the answer ("Wait, 73").
+    """
+    tokens = tokenize(text)
+    if _NEW_TASK.match(text) or (is_new_paragraph and not sounds_like_another_answer(tokens)):
+        return False
+    return not leaves_answer(tokens, value)
 
 
 def read_last_number(text: str) -> tuple[bool, Fraction | None]:
@@ -145,9 +167,11 @@ def read_last_number(text: str) -> tuple[bool, Fraction | None]:
     """
     tokens = tokenize(text)
     sentences = _split(tokens, [token.kind == "end" for token in tokens])
-    for sentence in reversed(sentences):
+    for index, sentence in reversed(list(enumerate(sentences))):
         operands = read_operands(sentence)
         if operands:
+            if is_word(sentence[0], _DOUBTS) and any(read_operands(earlier) for earlier in sentences[:index]):
+                return True, None  # "It is 72. Maybe 73."
             # Of an equation, only what stands behind its last '=' can be the result.
             equals = [index for index in range(operands[-1].first) if sentence[index].is_operator("=")]
             stretch = sentence[equals[-1] + 1 :] if equals else sentence
@@ -160,7 +184,7 @@ def _last_of(tokens: Sequence[Token], operands: Sequence[Operand]) -> Fraction |
     around = tokens[max(last.first - 1, 0) : last.after + 1]
     if any(token.kind == "unreadable" for token in around):
         return None
-    if any(is_word(token, _ALTERNATIVES) for token in tokens[last.after :]):
+    if any(is_word(token, ALTERNATIVES) for token in tokens[last.after :]):
         return None
     if any(is_word(token, frozenset({"either", "between"})) for token in tokens[: last.first]):
         return None
@@ -169,7 +193,7 @@ def _last_of(tokens: Sequence[Token], operands: Sequence[Operand]) -> Fraction |
         is_listed = all(token.kind != "word" or is_word(token, CONNECTORS) for token in between)
         is_same = operands[-2].value == last.value
         if is_expression(tokens, operands[-2], last) or any(
-            is_word(token, _ALTERNATIVES | _DOUBTS) for token in between
+            is_word(token, ALTERNATIVES | _DOUBTS) for token in between
         ):
             return None
         if is_listed and not is_same:

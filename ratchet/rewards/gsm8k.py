@@ -8,10 +8,15 @@ Where the default mode looks, first that exists:
 
 1. Behind the last `####`. The marker is a promise: when its line holds no single number (empty, hedged, a time), the
    completion is unparseable, and no earlier number is taken instead. A line that is empty or only a label ("####
-   Final answer:") continues on the next line that is not blank.
+   Final answer:") continues on the next line that is not blank. "#### 1 000" is unparseable: a plain space separates
+   numbers, and only the spaces that typesetters use separate thousands. "#### 2 dozen" is 24. "#### 72?" is 72.
 2. In the last `\\boxed{...}`; a box that is never closed was cut off and is unparseable.
 3. Behind the last "answer is", "answer:" or `<answer>` that a number follows.
 4. The last number of the text.
+
+What follows the answer of 1 to 3 on its line, and the first line of words or numbers below it, may explain the answer
+but not name another number: "#### 72 (maybe 73)" and "#### 72\\nNo, 73" are unparseable (`ratchet.rewards.asides` says
+what counts as an explanation). Behind a blank line, only what turns back to the answer counts: "Wait, 73".
 """
 
 import numbers
@@ -22,7 +27,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from ratchet.errors import DataError
-from ratchet.rewards.answer_grammar import read_answer, read_last_number
+from ratchet.rewards.answer_grammar import is_contradicted_by, read_answer, read_last_number
 from ratchet.rewards.numerals import GROUP_SPACE, UNREADABLE, canonical, fold, without_markup
 
 Gsm8kMode = Literal["default", "strict", "flexible"]
@@ -51,12 +56,20 @@ _LEAD = re.compile(
     r"[a-z])(?![^\W\d_])|[^\w\n])*\d",
     re.IGNORECASE,
 )
-_OFFERED_BEFORE = re.compile(r"\d[^\n]*?(?:\b(?:or|and|to)\b|/|(?<!-)-(?!-))[\s*$({]{0,8}$", re.IGNORECASE)
+_OFFERED_BEFORE = re.compile(
+    r"\d[^\n]*?(?:\b(?:or|and|to|maybe|perhaps|possibly|alternatively)\b|/|(?<!-)-(?!-))[\s*$({]{0,8}$", re.IGNORECASE
+)
 _NEGATED_BEFORE = re.compile(r"\S *-[\s*$({]*$|^-[*$({]*$")
 _OFFERED_AFTER = re.compile(
-    r"[\s*$)%]*(?:\b(?:or|to|and)\b[\s*$(]*[\d.]|[-/,]?[\s*$]*\d|\0)|[^.!?\n]*\bor\b", re.IGNORECASE
+    r"[\s*$)%]*(?:\b(?:or|to|and)\b[\s*$(]*[\d.]|[-/,xX]?[\s*$]*\d|\0)|[^.!?\n]*\bor\b", re.IGNORECASE
 )
-_OFFERED_NEXT = re.compile(r"\n\s{0,8}(?:[-*] )?or\b[^\n]{0,40}?\d", re.IGNORECASE)
+_NOT_WORDS = re.compile(r"[\W_]*")
+_PARAGRAPH = re.compile(r"\n[ \t]*\n|[-*_=]{3}")
+_BULLET = re.compile(r"^\s*[-*+] ")
+_CUE_OFFERED = re.compile(
+    r"\b(or|maybe|perhaps|possibly|alternatively),? (?:the )?(?:final |right |correct )?$", re.IGNORECASE
+)
+_LINE_OFFERED = re.compile(r"\W{0,8}(?:(or)|maybe|perhaps|possibly|alternatively)\b", re.IGNORECASE)
 _BOX_EVENT = re.compile(r"\\f?boxed *(\{)?|\\.|[{}]", re.DOTALL)
 
 
@@ -117,30 +130,44 @@ def _line_before(text: str, end: int) -> str:
     return text[start:end]
 
 
-def _stated_line(text: str, start: int) -> str | None:
-    """The prepared line that states an answer behind `start`: the rest of that line, or the next one behind a label."""
+def _stated_line(text: str, start: int) -> tuple[str, int] | None:
+    """The prepared line that states an answer behind `start`, and where it begins.
+
+    It is the rest of that line, or the next one behind a label.
+    """
     line = without_markup(_line_from(text, start)).strip()
     if line and not _LABEL.fullmatch(line + " "):
-        return line
+        return line, start
     end = text.find("\n", start)
     following = _NEXT_LINE.match(text, end) if end >= 0 else None
     if following is None:
         return None
     line = without_markup(_line_from(text, following.end())).strip()
-    return line if _LEAD.match(line) else None
+    return (line, following.end()) if _LEAD.match(line) else None
 
 
-def _is_offered_next(text: str, start: int) -> bool:
-    """Whether the line behind the one at `start` goes on with "or 73"."""
+def _next_line_contradicts(text: str, start: int, value: Fraction) -> bool:
+    """Whether the first line with words or numbers behind the line at `start` names another number as the answer."""
     end = text.find("\n", start)
-    return end >= 0 and _OFFERED_NEXT.match(text, end) is not None
+    if end < 0:
+        return False
+    content = _NOT_WORDS.match(text, end)
+    assert content is not None
+    begin = text.rfind("\n", end, content.end()) + 1
+    is_new_paragraph = _PARAGRAPH.search(text, end, begin) is not None
+    line = _BULLET.sub("", without_markup(_line_from(text, begin)), count=1)
+    return is_contradicted_by(line, value, is_new_paragraph=is_new_paragraph)
+
+
+def _unless_contradicted(text: str, line: tuple[str, int] | None) -> Fraction | None:
+    value = None if line is None else read_answer(line[0])
+    return None if line is None or value is None or _next_line_contradicts(text, line[1], value) else value
 
 
 def _after_marker(text: str, marker: re.Match[str]) -> Fraction | None:
     if _OFFERED_BEFORE.search(without_markup(_line_before(text, marker.start())[-80:])):
         return None
-    line = _stated_line(text, marker.end())
-    return None if line is None or _is_offered_next(text, marker.end()) else read_answer(line)
+    return _unless_contradicted(text, _stated_line(text, marker.end()))
 
 
 def _in_box(text: str, boxes: list[_Box]) -> Fraction | None:
@@ -149,7 +176,10 @@ def _in_box(text: str, boxes: list[_Box]) -> Fraction | None:
     before = without_markup(_line_before(text, box.start)[-80:])
     if _OFFERED_BEFORE.search(before) or _NEGATED_BEFORE.search(before):
         return None
-    if _OFFERED_AFTER.match(without_markup(_line_from(text, box.end))):
+    after = without_markup(_line_from(text, box.end))
+    if value is None or _OFFERED_AFTER.match(after) or is_contradicted_by(after, value):
+        return None
+    if _next_line_contradicts(text, box.end, value):
         return None
     if earlier:
         between = text[earlier[-1].end : box.start]
@@ -166,10 +196,12 @@ def _after_cue(text: str) -> tuple[bool, Fraction | None]:
         window = text[cue.end() : min(end, cue.end() + 2 * LONGEST_LINE)]
         end = cue.start()
         line = _stated_line(window, 0) if _DIGIT.search(window) else None
-        if line is None or not _LEAD.match(line):
+        if line is None or not _LEAD.match(line[0]):
             continue
-        is_offered = re.search(r"\bor (?:the )?(?:final )?$", _line_before(text, cue.start())[-40:], re.IGNORECASE)
-        return True, None if is_offered or _is_offered_next(text, cue.end()) else read_answer(line)
+        offer = _CUE_OFFERED.search(_line_before(text, cue.start())[-40:])
+        if offer is not None and (offer[1].lower() == "or" or _CUE.search(text, 0, cue.start())):
+            return True, None
+        return True, _unless_contradicted(text, (line[0], cue.end() + line[1]))
     return False, None
 
 
@@ -177,10 +209,14 @@ def _last_number(text: str) -> Fraction | None:
     tail = text[-LONGEST_LINE:]
     if len(tail) < len(text):
         tail = tail.split(maxsplit=1)[-1] if tail.strip() else ""  # the first word may have lost its beginning
-    for line in reversed(tail.split("\n")):
+    lines = tail.split("\n")
+    for index, line in reversed(list(enumerate(lines))):
         is_found, value = read_last_number(without_markup(line))
         if is_found:
-            return None if re.match(r"\W{0,8}or\b", line, re.IGNORECASE) else value
+            offer = _LINE_OFFERED.match(line)
+            before = "\n".join(lines[:index]) if offer is None or offer[1] is None else "0"
+            is_offered = (offer is not None and _DIGIT.search(before)) or re.search(r"\bor\W*$", before[-40:])
+            return None if is_offered else value
     return None
 
 

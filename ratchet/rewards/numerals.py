@@ -59,6 +59,7 @@ def _fold_character(character: str) -> str:
 
 def fold(text: str) -> str:
     """`text` with digits, signs, spaces, currencies and line ends of all scripts in one spelling, in linear time."""
+    text = text.replace("\r\n", "\n")  # one line end, not a blank line
     if text.isascii():
         return text.translate(_ASCII_LINE_ENDS)
     return text.translate({ord(character): _fold_character(character) for character in set(text)})

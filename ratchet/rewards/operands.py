@@ -1,5 +1,7 @@
 """Reads signed values out of tokens: fractions, mixed numbers, powers of ten, scale words; not what they add up to.
 
+Scale words multiply: "2 dozen" is 24, "1.5 million" 1,500,000, "2 hundred thousand" 200,000, plurals the same.
+
 The trap: a digit may belong to a name or unit (x1, m2), and a hyphen may be a minus, a range or a dash. An operand that
 cannot be told is kept with the value None, so that the grammar above can refuse the line instead of misreading it.
 """
@@ -12,7 +14,8 @@ from ratchet.rewards.numerals import Token
 
 _NEGATIONS = frozenset({"not", "never", "isn't", "aren't", "wasn't"})
 CONNECTORS = frozenset({"or", "and", "to"})
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MAX_SCALES = 3
 _GLUED_SCALES = frozenset({"k", "K", "M", "B", "bn", "mn", "mil"})
 _NOT_UNITS = frozenset({"e", "x", "b", "o"})
 _SIGN_WORDS = frozenset({"minus", "negative"})
@@ -77,12 +80,16 @@ def _magnitude(tokens: Sequence[Token], index: int) -> tuple[Fraction | None, in
         part = _quotient(tokens[at].value or Fraction(0), tokens[at + 2].value)
         if part is not None and 0 < part < 1 and value.denominator == 1:
             value, at = value + part, at + 3
-    if value is not None and at < len(tokens) and tokens[at].kind == "word":
-        word = tokens[at].text
-        if word.lower() in _SCALES:
-            return value * _SCALES[word.lower()], at + 1
-        if word in _GLUED_SCALES and _is_glued(tokens[at - 1], tokens[at]):
-            return None, at + 1  # 72k: thousand or a unit
+    unscaled = at
+    while value is not None and at < len(tokens) and tokens[at].kind == "word":
+        scale = _SCALES.get(tokens[at].text.lower().removesuffix("s"))
+        if scale is None:
+            break
+        value, at = value * scale if at - unscaled < _MAX_SCALES else None, at + 1
+    if at < len(tokens) and tokens[at].text in _GLUED_SCALES and _is_glued(tokens[at - 1], tokens[at]):
+        return None, at + 1  # 72k: thousand or a unit
+    if at > unscaled:
+        return value, at
     if at + 1 < len(tokens) and tokens[at].is_operator("/") and tokens[at + 1].kind == "number":
         return None, at  # 1/2/2024
     return value, at
@@ -130,6 +137,7 @@ def _is_part_of_word(tokens: Sequence[Token], index: int) -> bool:
         and before.kind == "word"
         and _is_glued(before, tokens[index])
         and before.text.lower() not in CONNECTORS
+        and not (before.text in ("x", "X") and index > 1 and tokens[index - 2].kind == "number")  # 72 x73
         and before.text[-1].isascii()  # scripts without spaces put words right before numbers
     )
 

@@ -1,16 +1,14 @@
-"""Finds the reward function of a data source, and adapts the ones that verl users bring.
+"""Finds the reward function of a data source.
 
-The trap: verl calls `compute_score` by keyword and takes a float or a dict; numpy scalars and 0-d tensors count as
-floats, NaN never does. Errors name the value; the caller, who knows the row, adds which one it was.
+The trap: a source without one is an error before anything is sampled, so callers ask here first; the error names what
+is known, and the caller, who knows the row, adds which one it was.
 """
 
 import difflib
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol
 
-from ratchet.errors import DataError, NumericsError
+from ratchet.errors import DataError
 from ratchet.rewards.gsm8k import Gsm8kMode, grade
 
 
@@ -32,9 +30,6 @@ class RewardFunction(Protocol):
         self, data_source: str, completion: str, ground_truth: str, extra_info: dict[str, Any]
     ) -> RewardResult: ...
 
-
-VerlRewardFunction = Callable[..., Any]
-"""`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict` with "score" in the dict."""
 
 GSM8K_DATA_SOURCES = ("openai/gsm8k", "ratchet/word-problems")
 
@@ -67,53 +62,3 @@ def reward_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> Reward
         f"no reward function for data_source {data_source!r}; known: {', '.join(known)} "
         "(set the rows' data_source, or data.data_source, to one of these)"
     )
-
-
-def _finite(value: object, what: str) -> float:
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        raise DataError(f"{what}: expected a number, got {type(value).__name__} {value!r:.100}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:  # an array or tensor of more than one element
-        raise DataError(f"{what}: expected one number, got {type(value).__name__} {value!r:.100}") from error
-    if not math.isfinite(number):
-        raise NumericsError(f"{what}: expected a finite number, got {number}")
-    return number
-
-
-def _from_mapping(scores: Mapping[str, Any], name: str) -> RewardResult:
-    if "score" not in scores:
-        raise DataError(f"reward function {name}: expected a dict with the key 'score', got {sorted(map(str, scores))}")
-    reward = _finite(scores["score"], f"reward function {name}, 'score'")
-    breakdown = {
-        str(key): _finite(value, f"reward function {name}, {key!r}")
-        for key, value in scores.items()
-        # verl's functions also return texts (the prediction) beside the numbers.
-        if isinstance(value, SupportsFloat)
-    }
-    predicted = next((scores[key] for key in ("extracted", "pred") if scores.get(key) is not None), None)
-    extracted = None if predicted is None else str(predicted)
-    return RewardResult(reward, breakdown, extracted, bool(scores.get("is_parseable", True)))
-
-
-def from_verl_function(function: VerlRewardFunction) -> RewardFunction:
-    """Adapts `function(data_source=, solution_str=, ground_truth=, extra_info=) -> float | dict`.
-
-    Of a dict, "score" is the reward, every number joins the breakdown, and "pred" or "extracted" is kept as the
-    answer. A NaN or infinity raises NumericsError, any other type DataError.
-    """
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-
-    def reward(data_source: str, completion: str, ground_truth: str, extra_info: dict[str, Any]) -> RewardResult:
-        scored = function(
-            data_source=data_source, solution_str=completion, ground_truth=ground_truth, extra_info=extra_info
-        )
-        if isinstance(scored, RewardResult):
-            _finite(scored.reward, f"reward function {name}")
-            return scored
-        if isinstance(scored, Mapping):
-            return _from_mapping(scored, name)
-        number = _finite(scored, f"reward function {name}")
-        return RewardResult(number, {"score": number})
-
-    return reward

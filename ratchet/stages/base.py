@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import ratchet
 from ratchet.config import RunConfig
 from ratchet.config.semantics import selected
 from ratchet.errors import CommitConflictError
@@ -171,11 +172,6 @@ def run_stage(
 
 
 def _manifest(stage: Stage, context: Context, result: Result, wanted: Wanted, attempt: str, started: float) -> Manifest:
-    run, ended = context.run, time.time()
-    assert run.owner is not None
-    metrics = dict(result.metrics)
-    if stage.timing:
-        metrics[f"timing_s/{stage.timing}"] = ended - started
     content = Content(
         step=context.step,
         stage=stage.name,
@@ -184,28 +180,49 @@ def _manifest(stage: Stage, context: Context, result: Result, wanted: Wanted, at
         outputs={role: artifact.digest for role, artifact in result.outputs.items()},
         config=wanted.config,
     )
-    on_gpu = context.residents.device == "cuda"
-    provenance = Provenance(
-        run_id=run.run_id,
-        attempt=attempt,
-        epoch=run.owner.epoch,
-        artifacts=result.outputs,
-        previous=previous_of(item.manifest for item in context.inputs.values()),
+    timing = {f"timing_s/{stage.timing}": time.time() - started} if stage.timing else {}
+    provenance = describe_attempt(
+        context.run,
+        attempt,
         started=started,
-        ended=ended,
         device=context.residents.device,
-        gpu_seconds=ended - started if on_gpu else 0.0,
-        code_revision=os.environ.get("RATCHET_REVISION", ""),
-        image=os.environ.get("RATCHET_IMAGE", ""),
-        metrics=finite_metrics(metrics),
+        read=[item.manifest for item in context.inputs.values()],
+        artifacts=result.outputs,
+        metrics=result.metrics | timing,
         trainer_state=result.trainer_state,
     )
     return Manifest(content=content, provenance=provenance)
 
 
-def previous_of(manifests: Iterable[Manifest]) -> dict[str, str]:
-    """Return place -> sha256 of each whole manifest, for `previous`."""
-    return {layout.stage_folder(item.content.stage, item.content.step): item.sha256 for item in manifests}
+def describe_attempt(
+    run: Run,
+    attempt: str,
+    *,
+    started: float,
+    device: str,
+    read: Iterable[Manifest],
+    artifacts: dict[str, Artifact],
+    metrics: dict[str, float],
+    trainer_state: Artifact | None = None,
+) -> Provenance:
+    """Return the provenance of work that began at `started` (Unix seconds) and ends now, under this process's claim."""
+    assert run.owner is not None
+    ended = time.time()
+    return Provenance(
+        run_id=run.run_id,
+        attempt=attempt,
+        epoch=run.owner.epoch,
+        artifacts=artifacts,
+        previous={layout.stage_folder(item.content.stage, item.content.step): item.sha256 for item in read},
+        started=started,
+        ended=ended,
+        device=device,
+        gpu_seconds=ended - started if device == "cuda" else 0.0,
+        code_revision=os.environ.get("RATCHET_REVISION") or ratchet.__version__,
+        image=os.environ.get("RATCHET_IMAGE", ""),
+        metrics=finite_metrics(metrics),
+        trainer_state=trainer_state,
+    )
 
 
 def _check_same_work(stage: Stage, run: Run, committed: Manifest, wanted: Wanted) -> None:

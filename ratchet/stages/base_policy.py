@@ -36,10 +36,10 @@ class BasePolicy(Stage):
         return {"base_model": digest_of(files)}
 
     def compute(self, context: Context) -> Result:
-        from ratchet.engines.model import check_model_folder, resolve_model_folder
+        from ratchet.engines.model import load_tokenizer, resolve_model_folder
 
         folder = resolve_model_folder(_path(context.config))
-        check_model_folder(folder)
+        load_tokenizer(folder)  # a model that cannot be prompted must not become the run's policy
         with scratch() as copy:
             for path in _kept(folder):
                 shutil.copyfile(path, copy / path.name)

@@ -23,6 +23,7 @@ class Preprocess(Stage):
     """Commit the prompts of one split under `data/<split>`."""
 
     config_keys = (
+        "data.train_batch_size",
         "data.prompt_key",
         "data.data_source",
         "data.max_prompt_length",
@@ -48,17 +49,7 @@ class Preprocess(Stage):
         return {"source": digest_of([_row_values(row) for row in rows])}
 
     def compute(self, context: Context) -> Result:
-        rows = self.rows(context.config)
-        limit = getattr(context.config.data, f"{self.split}_max_samples")
-        if limit >= 0:
-            rows = rows[:limit]
-        numbered = [(f"{self.split}-{position:07d}", row) for position, row in enumerate(rows)]
-        kept = self._within_limit(context, numbered)
-        if not kept:
-            raise DataError(f"{self._source(context.config)}: no {self.split} prompt is left")
-        for data_source in {row.data_source for _, row in kept}:
-            # Here, and not first when a step's completions have been sampled.
-            reward_for(data_source)
+        kept, num_overlong = self.usable(context.config, context.residents.tokenizer())
         table = table_from_rows(
             [{"prompt_id": prompt_id, **_row_values(row)} for prompt_id, row in kept], schemas.PROMPTS
         )
@@ -66,10 +57,30 @@ class Preprocess(Stage):
         distinct = {json.dumps(row.prompt, sort_keys=True) for _, row in kept}
         metrics = {
             f"data/{self.split}/num_prompts": float(len(kept)),
-            f"data/{self.split}/num_overlong_prompts": float(len(numbered) - len(kept)),
+            f"data/{self.split}/num_overlong_prompts": float(num_overlong),
             f"data/{self.split}/num_duplicate_prompts": float(len(kept) - len(distinct)),
         }
         return Result(outputs={"prompts": artifact}, metrics=metrics)
+
+    def usable(self, config: RunConfig, tokenizer: Any) -> tuple[list[tuple[str, PromptRow]], int]:
+        """Return (prompt_id, row) for each usable prompt, and how many are over the length limit.
+
+        Everything that can be wrong with prompts is found here, before a run or a GPU is taken for them.
+        """
+        rows = self.rows(config)
+        limit = config.data.train_max_samples if self.split == "train" else config.data.val_max_samples
+        if limit >= 0:
+            rows = rows[:limit]
+        numbered = [(f"{self.split}-{position:07d}", row) for position, row in enumerate(rows)]
+        kept = self._within_limit(config, tokenizer, numbered)
+        batch_size = config.data.train_batch_size
+        if not kept:
+            raise DataError(f"{self._source(config)}: no {self.split} prompt is left")
+        if self.split == "train" and len(kept) < batch_size:
+            raise ConfigError(f"data.train_batch_size is {batch_size}, but the run has {len(kept)} training prompts")
+        for data_source in {row.data_source for _, row in kept}:
+            reward_for(data_source)
+        return kept, len(numbered) - len(kept)
 
     def _source(self, config: RunConfig) -> str:
         key = f"data.{self.split}_files"
@@ -87,16 +98,18 @@ class Preprocess(Stage):
         split = "train" if self.split == "train" else "test"
         return self._load(self._source(config), split=split, data_source=data.data_source, prompt_key=data.prompt_key)
 
-    def _within_limit(self, context: Context, numbered: list[tuple[str, PromptRow]]) -> list[tuple[str, PromptRow]]:
+    def _within_limit(
+        self, config: RunConfig, tokenizer: Any, numbered: list[tuple[str, PromptRow]]
+    ) -> list[tuple[str, PromptRow]]:
         from ratchet.engines.model import chat_prompt_ids
 
-        data, tokenizer = context.config.data, context.residents.tokenizer()
+        data = config.data
         lengths = [len(chat_prompt_ids(tokenizer, row.prompt)) for _, row in numbered]
         overlong = [index for index, length in enumerate(lengths) if length > data.max_prompt_length]
         if overlong and not data.filter_overlong_prompts:
             first = overlong[0]
             raise DataError(
-                f"{self._source(context.config)}: {len(overlong)} of {len(numbered)} prompts are longer than "
+                f"{self._source(config)}: {len(overlong)} of {len(numbered)} prompts are longer than "
                 f"data.max_prompt_length={data.max_prompt_length} tokens; the first is row {first} with "
                 f"{lengths[first]}. Raise the limit, or set data.filter_overlong_prompts=true to leave them out"
             )

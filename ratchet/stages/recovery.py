@@ -5,18 +5,17 @@ the replayed policy is not the committed one (GPU arithmetic), a `recovery` mani
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.errors import ConfigError
-from ratchet.stages.base import Input, previous_of
+from ratchet.errors import CommitConflictError, ConfigError
+from ratchet.stages.base import Input, describe_attempt
 from ratchet.stages.residents import Residents
 from ratchet.stages.settings import trainer_settings
 from ratchet.store import artifacts
-from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of
+from ratchet.store.manifest import Artifact, Content, Manifest, digest_of
 from ratchet.store.run import POLICY_UPDATE, Run
 
 if TYPE_CHECKING:
@@ -96,7 +95,6 @@ def _compare(residents: Residents, version: int, weights: dict[str, Any]) -> Non
     # A run that is only read is replayed for comparison: nothing is published then.
     if run.owner is None or run.manifest(RECOVERY, version) is not None:
         return
-    owner, now = run.check_ownership(), time.time()
     content = Content(
         step=version,
         stage=RECOVERY,
@@ -105,21 +103,19 @@ def _compare(residents: Residents, version: int, weights: dict[str, Any]) -> Non
         outputs={"policy": replayed},
         config=digest_of({}),
     )
-    provenance = Provenance(
-        run_id=run.run_id,
-        attempt=run.new_attempt(),
-        epoch=owner.epoch,
-        artifacts={},
-        previous=previous_of([committed.manifest]),
-        started=now,
-        ended=now,
+    provenance = describe_attempt(
+        run,
+        run.new_attempt(),
+        started=time.time(),
         device=residents.torch_device(),
-        gpu_seconds=0.0,
-        code_revision=os.environ.get("RATCHET_REVISION", ""),
-        image=os.environ.get("RATCHET_IMAGE", ""),
+        read=[committed.manifest],
+        artifacts={},
         metrics={"recovery/max_weight_drift": drift},
     )
-    run.commit(Manifest(content=content, provenance=provenance))
+    try:
+        run.commit(Manifest(content=content, provenance=provenance))
+    except CommitConflictError:
+        logger.warning("another attempt has recorded its drift from policy %d already", version)
 
 
 def save_policy(weights: dict[str, Any], folder: Path) -> None:

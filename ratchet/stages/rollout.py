@@ -6,7 +6,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.order import batch_positions, sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
-from ratchet.errors import ConfigError, EngineError
+from ratchet.errors import EngineError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.settings import sampling_params
 from ratchet.store.run import POLICY_UPDATE, Run
@@ -41,11 +41,6 @@ class Rollout(Stage):
         assert step is not None
         prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
         prompt_ids: list[str] = prompts["prompt_id"].to_pylist()
-        if config.data.train_batch_size > len(prompt_ids):
-            raise ConfigError(
-                f"data.train_batch_size is {config.data.train_batch_size}, "
-                f"but the run has {len(prompt_ids)} training prompts"
-            )
         positions = batch_positions(
             step, prompt_ids, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )

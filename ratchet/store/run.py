@@ -144,6 +144,14 @@ class Run:
             )
         return self.owner
 
+    def is_owner(self) -> bool:
+        """Whether this process holds the newest claim, as far as storage can be asked."""
+        try:
+            self.check_ownership()
+        except StoreError:
+            return False
+        return True
+
     def new_attempt(self) -> str:
         """Return a name that no other attempt has."""
         return f"{self.owner.epoch if self.owner else 0:04d}-{uuid.uuid4().hex[:12]}"

@@ -247,10 +247,11 @@ def _client() -> Any:
             # Servers other than AWS are rarely reachable as bucket.host, and a custom endpoint needs some region.
             custom = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"))
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            # Adaptive: once the server throttles, this client slows down by itself.
+            mode: Any = os.environ.get("AWS_RETRY_MODE") or "adaptive"
             attempts = int(os.environ.get("AWS_MAX_ATTEMPTS") or _REQUEST_ATTEMPTS)
             config = Config(
-                # Not "adaptive": once throttled, that mode delays every request of the process, without a bound.
-                retries={"mode": "standard", "total_max_attempts": attempts},
+                retries={"mode": mode, "total_max_attempts": attempts},
                 s3={"addressing_style": "path"} if custom else {},
                 max_pool_connections=32,
                 connect_timeout=5,

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratchet.config import parse_text
-from ratchet.grains import loop
-from ratchet.grains.session import open_session, submit
 from ratchet.store.run import POLICY_UPDATE, Run
+from tests.runs import train_in_a_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "pipelines" / "grpo" / "pipeline.yaml"
@@ -78,13 +76,8 @@ def test_killed_twice_and_resumed_it_ends_with_the_same_policy(
     assert submit_pipeline(s3_root, config, tmp_path).wait(600) == 0, log.read_text()[-3000:]
     run.forget()
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     overrides = [f"trainer.total_training_steps={STEPS}", "trainer.grain=step", "trainer.logger=[]"]
-    uninterrupted = parse_text(config, overrides)
-    other = submit(s3_root, "whole", uninterrupted)
-    with open_session(other, uninterrupted) as session:
-        loop.train(session)
-
+    other = train_in_a_process(s3_root, "whole", config, overrides, tmp_path)
     assert policies(run) == policies(other)
     assert len(set(policies(run))) == STEPS + 1
     assert run.newest_epoch() == len(KILLED_AFTER) + 1

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratchet.config import parse_text
-from ratchet.grains import loop
-from ratchet.grains.session import open_session, submit
 from ratchet.store.run import Run
+from tests.runs import train_in_a_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "pipelines" / "grpo" / "pipeline_stages.yaml"
@@ -44,11 +42,8 @@ def test_a_process_for_each_stage_commits_what_one_process_commits(
         )
     assert finished.returncode == 0, log.read_text()[-3000:]
 
-    one = parse_text(text, ["trainer.total_training_steps=2", "trainer.grain=segment"])
-    other = submit(s3_root, "process", one)
-    with open_session(other, one) as session:
-        loop.train(session)
-
+    overrides = ["trainer.total_training_steps=2", "trainer.grain=segment"]
+    other = train_in_a_process(s3_root, "process", text, overrides, tmp_path)
     pods = Run(s3_root, "pods")
     for step in range(3):
         expected = {item.content.stage: item.content_digest for item in other.step_manifests(step)}

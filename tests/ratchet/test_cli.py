@@ -296,9 +296,11 @@ def test_what_cannot_work_ends_with_code_2_and_one_message(
     assert not (tmp_path / "runs" / "grpo").exists()
 
 
-def test_a_root_that_cannot_be_written_is_named(ratchet: Ratchet, tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_written_is_named(ratchet: Ratchet, tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "file").write_text("")
-    finished = ratchet("train", "--root", tmp_path / "file" / "runs")
+    problems = write_problems(tmp_path / "train.jsonl", 2)
+    model, problems = f"actor_rollout_ref.model.path={tiny_model}", f"data.train_files={problems}"
+    finished = ratchet("train", "--root", tmp_path / "file" / "runs", model, problems, "data.train_batch_size=1")
     assert finished.code == 2
     assert str(tmp_path / "file" / "runs") in finished.err
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.data import parquet, schemas
-from ratchet.data.parquet import read_table, rows, table_from_rows, to_bytes, write_table
+from ratchet.data.parquet import read_table, table_from_rows, to_bytes, write_table
 from ratchet.errors import DataError, StoreError
 from ratchet.store import ObjectStore, artifacts, open_store
 
@@ -52,8 +52,8 @@ def test_a_table_comes_back_as_it_was(store: ObjectStore) -> None:
     assert found.equals(table)
     assert found.schema.equals(schemas.REWARDS, check_metadata=True)
     assert artifact.rows == 2
-    assert [row["error"] for row in rows(found)] == [None, "timeout"]
-    assert next(rows(found))["reward_breakdown"] == [("a", 0.5), ("gsm8k", 1.0)]
+    assert [row["error"] for row in found.to_pylist()] == [None, "timeout"]
+    assert found.to_pylist()[0]["reward_breakdown"] == [("a", 0.5), ("gsm8k", 1.0)]
 
 
 @pytest.mark.parametrize("schema", ALL_SCHEMAS.values(), ids=ALL_SCHEMAS)
@@ -101,7 +101,7 @@ def test_any_rows_survive_their_bytes(values: list[tuple[Any, Any, Any]], cut: i
     given_rows = [{"t": text, "i": integers, "f": floats} for text, integers, floats in values]
     table = table_from_rows(given_rows, schema)
     data = to_bytes(table)
-    assert list(rows(pq.read_table(io.BytesIO(data)))) == given_rows
+    assert pq.read_table(io.BytesIO(data)).to_pylist() == given_rows
     assert to_bytes(pa.concat_tables([table.slice(0, cut), table.slice(cut)])) == data
 
 

@@ -1,17 +1,22 @@
 """Reading what users bring into verl's prompt schema, and writing it."""
 
+import datetime
 import json
 import re
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ratchet.data.sources import PromptRow, load_rows, preprocess, split_of_file, write_verl_parquet
 from ratchet.errors import DataError
+from ratchet.stages.preprocess import _row_values
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 QUESTION = "Tom has 1,000 apples and gets 80 more. How many are there?"
@@ -308,3 +313,113 @@ def test_a_single_file_s_split_is_in_its_name(tmp_path: Path, name: str, split: 
     if name.endswith(".jsonl"):
         source = _write(tmp_path / name, _gsm8k())
         assert preprocess(source, str(tmp_path / "out")) == {f"{tmp_path}/out/{split}.parquet": 1}
+
+
+def _with_columns(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table({"prompt": ["q"], "answer": ["1"], **columns}), str(path))
+    return str(path)
+
+
+def test_columns_of_every_kind_become_json(tmp_path: Path) -> None:
+    moment = datetime.datetime(2024, 1, 5, 7, 30, tzinfo=datetime.UTC)
+    path = _with_columns(
+        tmp_path / "a.parquet",
+        day=[datetime.date(2024, 1, 5)],
+        moment=pa.array([moment], pa.timestamp("us", "UTC")),
+        clock=[datetime.time(7, 30)],
+        wait=[datetime.timedelta(minutes=90)],
+        price=[Decimal("1.50")],
+        score=[float("nan")],
+        bound=[float("inf")],
+        weight=pa.array([0.5], pa.float32()),
+        kind=pa.array(["x"]).dictionary_encode(),
+        meta=[{"seen": [moment.date()], "none": None}],
+    )
+    (row,) = load_rows(path, split="train")
+    assert json.loads(_row_values(row)["extra_info"]) == {
+        "answer": "1",
+        "day": "2024-01-05",
+        "moment": "2024-01-05T07:30:00+00:00",
+        "clock": "07:30:00",
+        "wait": "1:30:00",
+        "price": "1.50",
+        "bound": "inf",
+        "weight": 0.5,
+        "kind": "x",
+        "meta": {"seen": ["2024-01-05"]},
+        "split": "train",
+        "index": 0,
+    }
+    written = str(tmp_path / "again.parquet")
+    write_verl_parquet([row], written)
+    assert load_rows(written, split="train") == [row]
+
+
+def test_values_of_numpy_and_a_hub_data_set_become_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    record = {
+        "prompt": "q",
+        "reward_model": {"ground_truth": np.int64(72), "style": "rule"},
+        "extra_info": {
+            "index": np.int32(3),
+            "vector": np.array([[1, 2], [3, 4]]),
+            "when": np.datetime64("2024-01-05T07:30", "ns"),
+            "never": np.datetime64("NaT"),
+            "id": UUID(int=1),
+            "share": np.float32(0.25),
+            "flag": np.bool_(True),
+        },
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [record])
+    (row,) = load_rows("someone/something", split="train")
+    assert row.reward_model["ground_truth"] == "72"
+    assert json.loads(_row_values(row)["extra_info"]) == {
+        "index": 3,
+        "vector": [[1, 2], [3, 4]],
+        "when": "2024-01-05T07:30:00.000000000",
+        "id": "00000000-0000-0000-0000-000000000001",
+        "share": 0.25,
+        "flag": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("columns", "place"),
+    [
+        ({"picture": [b"\x89PNG"]}, "column picture"),
+        ({"extra_info": [{"picture": {"bytes": b"\x89PNG"}}]}, r"column extra_info\.picture\.bytes"),
+        ({"answer": [b"72"]}, "answer"),
+    ],
+)
+def test_bytes_are_refused_with_file_and_column(tmp_path: Path, columns: dict[str, Any], place: str) -> None:
+    path = _with_columns(tmp_path / "a.parquet", **columns)
+    with pytest.raises(DataError, match=rf"a\.parquet, row 0, {place}: expected text.*got bytes; leave the column out"):
+        load_rows(path, split="train")
+
+
+def test_a_ground_truth_that_is_missing_as_pandas_writes_it_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": ["q"], "answer": [float("nan")]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet, row 0, answer: expected a ground truth, got None"):
+        load_rows(path, split="train")
+
+
+def test_a_parquet_file_with_a_damaged_page_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["q" * 1000], "answer": ["1"]}), str(path), compression="zstd")
+    body = bytearray(path.read_bytes())
+    body[4:80] = b"\xff" * 76
+    path.write_bytes(body)
+    with pytest.raises(DataError, match=r"a\.parquet, after row 0: cannot be read"):
+        load_rows(str(path), split="train")
+
+
+def test_the_home_folder_is_expanded_wherever_data_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _write(tmp_path / "data/train.jsonl", _gsm8k())
+    for source in ("~/data/train.jsonl", "~/data", "json:~/data/train.jsonl"):
+        assert load_rows(source, split="train") == [GSM8K_ROW]
+    assert preprocess("~/data", "~/out") == {f"{tmp_path}/out/train.parquet": 1}
+    assert (tmp_path / "out/train.parquet").is_file()
+    with pytest.raises(DataError, match=r"~nobody-of-that-name/a\.jsonl: no such file"):
+        load_rows("~nobody-of-that-name/a.jsonl", split="train")

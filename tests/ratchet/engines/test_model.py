@@ -177,6 +177,23 @@ def test_a_tokenizer_without_chat_template_is_refused(folder: Path) -> None:
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "no-such-model"}}', "\0"])
+def test_a_damaged_tokenizer_is_refused_with_its_folder(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(EngineError, match=f"tokenizer in '{folder}' cannot be loaded"):
+        load_tokenizer(folder)
+
+
+def test_prompt_ids_do_not_depend_on_the_day(tiny: Path) -> None:
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = (
+        "{% macro day() %}{{ strftime_now('%d %b %Y %H:%M') }}{% endmacro %}"
+        "Today is {{ strftime_now('%Y-%m-%d') }}, {{ day() }}. {{ messages[0]['content'] }}"
+    )
+    text = tokenizer.decode(chat_prompt_ids(tokenizer, QUESTION))
+    assert text == f"Today is 2024-07-26, 26 Jul 2024 00:00. {QUESTION[0]['content']}"
+
+
 def test_prompt_ids_are_the_templates_text_up_to_the_assistants_turn(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny)
     token_ids = chat_prompt_ids(tokenizer, QUESTION)

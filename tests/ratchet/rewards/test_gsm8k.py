@@ -4,6 +4,7 @@ import json
 import re
 import time
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,14 @@ READ = {
     "\u0667\u0662": "72",
     "\U0001d7d5\U0001d7d0": "72",
     "7\u200b2": "72",
+    # scale words multiply
     "1.5 million": "1500000",
+    "2 dozen": "24",
+    "2 dozens of eggs": "24",
+    "3 hundred": "300",
+    "2 hundred thousand": "200000",
+    "$1.5 Million": "1500000",
+    "1/2 dozen": "6",
     # fractions
     "3/4": "0.75",
     "3 / 4": "0.75",
@@ -82,7 +90,6 @@ READ = {
     "120-page": "120",
     r"72\text{ km/h}": "72",
     r"72\%": "72",
-    "5 dozen": "5",
     # labels, markup, equations, explanations
     "x = 72": "72",
     "x=-3": "-3",
@@ -145,6 +152,7 @@ REFUSED = [
     "0,123",
     "1.234,50",
     "1 080",
+    "1 000",
     "3:30",
     "5 hours 30 minutes",
     "2024-01-05",
@@ -189,8 +197,10 @@ def test_a_line_without_a_single_number_is_unparseable(line: str) -> None:
         ("#### 72 or #### 73", None),
         ("#### 18\n\nQuestion 2\n#### 20", "20"),
         ("\uff03\uff03\uff03\uff03 \uff17\uff12", "72"),
-        ("#### 72\r\nbye 3", "72"),
-        ("#### 72\u2028bye 3", "72"),
+        ("#### 72\r\nbye", "72"),
+        ("#### 72\r\nor 73", None),
+        ("#### 72\u2028bye", "72"),
+        ("#### 72\u2028or 73", None),
     ],
 )
 def test_the_last_marker_is_a_promise(completion: str, value: str | None) -> None:
@@ -307,6 +317,140 @@ def test_flexible_mode_is_verl_s() -> None:
     assert grade(" . ", ".", "flexible").reward == 1.0
 
 
+OFFERS = [
+    "(maybe 73)",
+    "(possibly 73)",
+    "(could be 73)",
+    "(no, 73)",
+    "(wait, it is 73)",
+    "(alternatively 73)",
+    "(and 73)",
+    "(73 if you count her)",
+    "(73 is also possible)",
+    "(she has 73)",
+    "(Note: 73)",
+    "(= 73)",
+    "(73 = 48 + 25)",
+    "(73 clips, 74 clips)",
+    "(73-74)",
+    "[73]",
+    "maybe 73",
+    "maybe seventy-three",
+    ", no wait 73",
+    "- no, 73",
+    ". No, 73",
+    ". Hmm, 73.",
+    ". It is 73.",
+    ". Let me check. It is 73.",
+    "which is wrong; it is 73",
+    "which is 73",
+    "where 73",
+    "as an alternative 73",
+    "by mistake 73",
+    "because it is 73",
+    "because 73",
+    "because 48 + 25 = 73",
+    "since the total should be $73",
+    "x73",
+    "in place of 73 clips",
+    "clips in 73 clips",
+    "for 73",
+    "\nmaybe 73",
+    "\nNo, 73",
+    ".\nActually 73",
+    "\n73",
+    "\n- 73",
+    "\n### 73",
+    "\nI mean 73.",
+    "\nMake that 73 clips.",
+    "\nShe has 73.",
+    "\n48 + 25 = 73",
+    "\r\nHmm, 73",
+    "\n\\]\n73",
+    "\n\n\nWait, it should be 73.",
+    "\n\nHmm. 73.",
+    "\n\nIt is 73.",
+    "\n\nI think 73 is better.",
+    "\n\n$73",
+    "\n---\nSorry, the answer was wrong: 73",
+]
+SILENT = [
+    "",
+    "?",
+    "(= 48 + 24)",
+    "(48 + 24)",
+    "(48 + 24 = 72)",
+    "(she sold 48 + 24 = 72 clips.)",
+    "(48 in April and 24 in May)",
+    "(3 boxes of 24)",
+    "(144 / 2)",
+    "(rounded to 2 decimal places)",
+    "(in 2 months)",
+    "= 48 + 24",
+    "because 48 + 24 = 72",
+    "because she sold 48 and then half of that",
+    "since 144 is halved and 144 / 2 = 72",
+    ". This is 48 + 24.",
+    ". It took 144 / 2 = 72 hours to make 144 clips.",
+    "\n48 + 24 = 72",
+    "\n- 72",
+    "\nThat took 3 steps.",
+    "\nThe answer is 72.",
+    "\nShe sold 48 in April, then 24 in May, which makes 72 altogether.",
+    "\nQuestion: Tom has 5 apples.",
+    "\n\nTom has 5 apples and eats 3 or 4.",
+    "\n\n3 lions and 2 rhinos escape from the zoo.",
+    "\n\nDividing both sides by 3 gives p = 72",
+    "\nNatalia sold as many as that.\nTom has 5 apples.",
+]
+
+
+@pytest.mark.parametrize("frame", ["#### 72 {}", "\\boxed{{72}} {}", "The answer is 72 {}", "<answer>72</answer> {}"])
+@pytest.mark.parametrize("offer", OFFERS)
+def test_an_answer_that_another_number_follows_unexplained_is_unparseable(frame: str, offer: str) -> None:
+    assert grade(frame.format(offer).replace("72 .", "72."), "72") == Grade(0.0, None, False)
+
+
+@pytest.mark.parametrize("frame", ["#### 72 {}", "\\boxed{{72}} {}", "The answer is 72 {}"])
+@pytest.mark.parametrize("explanation", SILENT)
+def test_an_answer_may_be_explained(frame: str, explanation: str) -> None:
+    assert grade(frame.format(explanation).replace("72 .", "72."), "72").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("#### 18 dollars in 2 days", "18"),
+        ("#### $18 in 2 days", "18"),
+        ("#### 30 years old in 5 years", "30"),
+        ("#### 72 cookies for 3 people", "72"),
+        ("#### 18 in 2 days", None),
+        ("#### 72 dollars in 73 dollars", None),
+        ("#### 72 / 73?", "72/73"),
+        ("#### maybe 72", "72"),
+        ("#### 72 maybe #### 73", None),
+        ("The answer is 72. Maybe the answer is 73.", None),
+        ("It is 72. Maybe 73.", None),
+        ("It is 72.\nPerhaps 73.", None),
+        ("It is 72 or\n73", None),
+        ("Maybe it is 72.", "72"),
+        ("It is 72. No, 73.", "73"),
+        ("5(2) = 10", "10"),
+        ("#### 5(2) = 10", "10"),
+    ],
+)
+def test_what_a_second_number_means_is_told_from_its_words(completion: str, value: str | None) -> None:
+    assert read(completion) == value
+
+
+def test_a_made_up_next_question_costs_nothing(shared: Path) -> None:
+    lines = (shared / "data/gsm8k/test.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    rows = [json.loads(line) for line in lines]
+    kept = [grade(f"{row['answer']}\n\n{after['question']}", row["answer"]).reward for row, after in pairwise(rows)]
+    # What is lost begins like an answer: "And the number is 5".
+    assert sum(kept) > 0.99 * len(kept)
+
+
 def test_wrong_and_unparseable_are_told_apart() -> None:
     assert grade("#### 20", "18") == Grade(0.0, "20", True)
     assert grade("#### none", "18") == Grade(0.0, None, False)
@@ -354,13 +498,17 @@ ABSURD = {
     "combining": "\u0315\u0300" * 500_000,
     "ligatures": "\ufdfa" * 1_000_000,
     "numbers": "1 " * 500_000,
+    "scales": "#### 1" + " trillion" * 100_000,
+    "brackets behind": "#### 72 " + "(" * 1_000_000,
+    "references": "#### 72 clips" + " in 2 days" * 100_000,
+    "blank lines": "#### 72" + "\n " * 500_000 + "73",
 }
 
 
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_completions_are_read_in_linear_time(name: str) -> None:
     started = time.process_time()
-    extract(ABSURD[name])
+    grade(ABSURD[name], "72")
     # Linear passes take well below a second; one quadratic pattern takes minutes.
     assert time.process_time() - started < 5
 
@@ -403,7 +551,9 @@ def test_every_spelling_of_an_integer_is_that_integer(number: int, frame: str) -
 @given(
     INTEGERS,
     INTEGERS,
-    st.sampled_from([" or ", " and ", ", ", " to ", "; ", " | ", " or maybe ", ", perhaps ", "~", "\nor "]),
+    st.sampled_from(
+        [" or ", " and ", ", ", " to ", "; ", " | ", " or maybe ", ", perhaps ", "~", "\nor ", " (maybe ", "\nmaybe "]
+    ),
 )
 def test_a_hedged_pair_never_pays(left: int, right: int, glue: str) -> None:
     if left == right:

@@ -20,7 +20,7 @@ def _line(completion: object, ground_truth: object) -> str:
 
 
 def test_lines_are_scored_in_order(tmp_path: Path) -> None:
-    path = _file(tmp_path, _line("#### 72\u2028done 5", "72"), "", _line("#### 3", 4), _line("", "4"))
+    path = _file(tmp_path, _line("#### 72\u2028done", "72"), "", _line("#### 3", 4), _line("", "4"))
     assert list(score_lines(path)) == [
         {"reward": 1.0, "extracted": "72", "is_parseable": True},
         {"reward": 0.0, "extracted": "3", "is_parseable": True},

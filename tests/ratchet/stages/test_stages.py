@@ -158,6 +158,23 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path: Path, tiny_model: Path, 
         pass
 
 
+@pytest.mark.parametrize(
+    ("damaged", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer in .* cannot be loaded"),
+        ("chat_template.jinja", "", "has no chat template"),
+    ],
+)
+def test_a_model_that_cannot_be_prompted_never_becomes_the_runs_policy(
+    tmp_path: Path, tiny_model: Path, problems: Path, damaged: str, content: str, message: str
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / damaged).write_text(content)
+    with pytest.raises(EngineError, match=message), _prepared(tmp_path, _config(folder, problems)):
+        pass
+    assert Run(str(tmp_path), "run").manifest(POLICY_UPDATE, 0) is None
+
+
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files"])
 def test_a_run_without_model_or_prompts_is_not_created(
     tmp_path: Path, tiny_model: Path, problems: Path, key: str
@@ -172,11 +189,11 @@ def test_a_run_of_this_process_is_not_created_for_a_model_or_prompts_that_are_no
 ) -> None:
     root = tmp_path / "runs"
     with pytest.raises(EngineError, match="does not exist"):
-        submit(str(root), "run", _config(tmp_path / "absent", problems), is_here=True)
+        submit(str(root), "run", _config(tmp_path / "absent", problems))
     with pytest.raises(DataError, match="no such file"):
-        submit(str(root), "run", _config(tiny_model, tmp_path / "absent.jsonl"), is_here=True)
+        submit(str(root), "run", _config(tiny_model, tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="no such file"):
-        submit(str(root), "run", _config(tiny_model, problems, **{"data.val_files": "/absent"}), is_here=True)
+        submit(str(root), "run", _config(tiny_model, problems, **{"data.val_files": "/absent"}))
     assert not (root / "run").exists()
 
 
@@ -203,8 +220,10 @@ def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
     config = _config(tiny_model, problems, **{"data.train_batch_size": 2})
-    with _prepared(tmp_path, config) as session, pytest.raises(ConfigError, match="is 2, but the run has 1 training"):
-        loop.run_step(session, 1)
+    with pytest.raises(ConfigError, match="is 2, but the run has 1 training"):
+        submit(str(tmp_path), "run", config)
+    # The mistake did not take the run id.
+    assert Run(str(tmp_path), "run").newest_epoch() == 0
 
 
 def test_a_sampler_that_loses_a_request_is_refused(tmp_path: Path, tiny_model: Path, problems: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_client_waits_less_than_ninety_seconds_for_a_server(s3_root: str) ->
     config = S3Store(s3_root)._client.meta.config
     attempts = config.retries["total_max_attempts"]
     pauses = sum(min(0.05 * 2**retry, 20) for retry in range(attempts - 1))
-    assert config.retries["mode"] == "standard"
+    assert config.retries["mode"] == "adaptive"
     assert attempts * config.connect_timeout + pauses < 90
 
 
