@@ -14,7 +14,7 @@ import typer
 
 from ratchet import __version__
 from ratchet.environment import set_defaults
-from ratchet.errors import ConfigError, RatchetError
+from ratchet.errors import ConfigError, NotCommittedError, RatchetError
 
 if TYPE_CHECKING:
     from ratchet.config import RunConfig
@@ -183,11 +183,10 @@ def show(
 
 
 def _open_run(place: str) -> "Run":
-    from ratchet.errors import NotCommittedError
     from ratchet.store.run import Run
 
-    root, _, run_id = place.rstrip("/").rpartition("/")
-    run = Run(root or ".", run_id)
+    root, slash, run_id = place.rstrip("/").rpartition("/")
+    run = Run(root or slash or ".", run_id)
     if run.newest_epoch() == 0:
         raise NotCommittedError(f"no run at {run.uri}: nobody has claimed it")
     return run
@@ -196,8 +195,10 @@ def _open_run(place: str) -> "Run":
 def _newest_config(run: "Run") -> "RunConfig":
     from ratchet.config import parse_config
 
-    epoch = run.newest_epoch()
-    return parse_config(run.submission(epoch)["config"], source=f"submission {epoch} of {run.uri}")
+    newest = next(run.submissions(), None)
+    if newest is None:
+        raise NotCommittedError(f"run {run.uri} was claimed, but nothing was submitted to it")
+    return parse_config(newest["config"], source=f"submission {newest['epoch']} of {run.uri}")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,15 +115,16 @@ class Run:
         except ObjectNotFoundError as error:
             raise NotCommittedError(f"run {self.uri} has no submission {epoch}") from error
 
+    def submissions(self) -> Iterator[dict[str, Any]]:
+        """Yield what was submitted, newest first; a claim whose runner died before it could submit has none."""
+        for epoch in range(self.newest_epoch(), 0, -1):
+            if self.store.size(layout.submission(epoch)) is not None:
+                yield self.submission(epoch)
+
     def epoch_of(self, submission_id: str) -> int | None:
         """Return the epoch that the submission with this id claimed, or None if it claimed none yet."""
-        for epoch in range(self.newest_epoch(), 0, -1):
-            # A claim without a submission is that of a runner which died in between.
-            if self.store.size(layout.submission(epoch)) is None:
-                continue
-            if self.submission(epoch).get("submission_id") == submission_id:
-                return epoch
-        return None
+        found = (one["epoch"] for one in self.submissions() if one.get("submission_id") == submission_id)
+        return next(found, None)
 
     def newest_epoch(self) -> int:
         """Return the newest epoch that was claimed, 0 if none was."""
