@@ -16,8 +16,8 @@ from tests.runs import train_in_a_process
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "pipelines" / "grpo" / "pipeline.yaml"
 STEPS = 12
-KILLED_AFTER = (3, 8)
-"""Steps of the policy updates after whose commits everything is killed."""
+KILLED_AFTER = (("rollout", 4), (POLICY_UPDATE, 8))
+"""Stages and steps after whose commits everything is killed: in the middle of a step, and between two."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -46,15 +46,16 @@ def submit_pipeline(root: str, config: str, folder: Path) -> subprocess.Popen[by
         )
 
 
-def kill_after(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:
-    """SIGKILL the pipeline and every task of it as soon as the policy update of `step` is committed."""
+def kill_after(process: subprocess.Popen[bytes], run: Run, stage: str, step: int, log: Path) -> str:
+    """SIGKILL the pipeline and every task of it as soon as `stage` of `step` is committed; return that attempt."""
     deadline = time.monotonic() + 300
-    while run.manifest(POLICY_UPDATE, step) is None:
+    while run.manifest(stage, step) is None:
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    return run.require(stage, step).provenance.attempt
 
 
 def policies(run: Run) -> list[str]:
@@ -70,8 +71,9 @@ def test_killed_twice_and_resumed_it_ends_with_the_same_policy(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
     config = config_text(tiny_model, data, ["console", "mlflow"])
     run, log = Run(s3_root, "killed"), tmp_path / "pipeline.log"
-    for step in KILLED_AFTER:
-        kill_after(submit_pipeline(s3_root, config, tmp_path), run, step, log)
+    committed = {}
+    for stage, step in KILLED_AFTER:
+        committed[stage, step] = kill_after(submit_pipeline(s3_root, config, tmp_path), run, stage, step, log)
         assert run.last_step() < STEPS
     assert submit_pipeline(s3_root, config, tmp_path).wait(600) == 0, log.read_text()[-3000:]
     run.forget()
@@ -79,6 +81,8 @@ def test_killed_twice_and_resumed_it_ends_with_the_same_policy(
     overrides = [f"trainer.total_training_steps={STEPS}", "trainer.grain=step", "trainer.logger=[]"]
     other = train_in_a_process(s3_root, "whole", config, overrides, tmp_path)
     assert policies(run) == policies(other)
+    # What was committed before a kill is used, not made again.
+    assert {key: run.require(*key).provenance.attempt for key in committed} == committed
     assert len(set(policies(run))) == STEPS + 1
     assert run.newest_epoch() == len(KILLED_AFTER) + 1
     assert run.manifest("checkpoint_export", STEPS) is not None
