@@ -28,7 +28,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 ##@ Start here
 
 help: ## list the verbs
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(PROJECT) ## create .venv from the locks (once)
 
