@@ -6,6 +6,7 @@ types. Files of one number of ranks can be read by another.
 """
 
 import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -22,6 +23,7 @@ from ratchet.errors import EngineError
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
+_WEIGHTS = "weights."
 _INDEX_TYPES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -54,10 +56,7 @@ def load_trainer_state(folder: Path, parameters: NamedParameters, optimizer: tor
 
     Raises EngineError where the folder holds no state, one of another model, or an index that is not one.
     """
-    index = folder / ".metadata"
-    if not index.is_file():
-        raise EngineError(f"expected a trainer state in {str(folder)!r}, found none")
-    _check_index(index)
+    _check_index(folder)
     version = torch.tensor(-1)
     state: dict[str, Any] = _tensors(parameters, optimizer) | {"policy_version": version}
     try:
@@ -65,6 +64,26 @@ def load_trainer_state(folder: Path, parameters: NamedParameters, optimizer: tor
     except CheckpointException as error:
         raise EngineError(f"trainer state in {str(folder)!r} does not fit this model: {error}") from error
     return int(version)
+
+
+def load_full_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the master weights of a state as full float32 tensors on the CPU, under their Hugging Face names.
+
+    Needs no process group, whatever the number of ranks that wrote the state. Raises EngineError as
+    `load_trainer_state` does.
+    """
+    _check_index(folder)
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(_WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        # It says that one process reads alone, which is what was asked for.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items()}
 
 
 class _Writer(FileSystemWriter):
@@ -81,7 +100,10 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_index(path: Path) -> None:
+def _check_index(folder: Path) -> None:
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise EngineError(f"expected a trainer state in {str(folder)!r}, found none")
     try:
         with path.open("rb") as file:
             _IndexUnpickler(file).load()
@@ -92,7 +114,7 @@ def _check_index(path: Path) -> None:
 def _tensors(parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
-        tensors[f"weights.{name}"] = parameter.detach()
+        tensors[f"{_WEIGHTS}{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
