@@ -105,31 +105,14 @@ class RLDataFlow:
 
         A key that `config` sets to another value than the parts do is a ConfigError.
         """
-        from ratchet.config import parse_config
+        from ratchet.config.load import copy_tree, parse_config, section_of
         from ratchet.errors import ConfigError
 
-        tree = _copy(config or {})
+        tree = copy_tree(config or {})
         for part in (self.rollout, self.reward, self.advantage, self.policy_update):
             for key, value in part.keys().items():
-                present = _set_default(tree, key, value)
+                section, name = section_of(tree, key, what=key, place=" in the config")
+                present = section.setdefault(name, value)
                 if present != value:
                     raise ConfigError(f"{key} is {present!r} in the config and {value!r} in {type(part).__name__}")
         return parse_config(tree, source="the flow")
-
-
-def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-
-
-def _set_default(tree: dict[str, Any], key: str, value: Any) -> Any:
-    from ratchet.errors import ConfigError
-
-    *sections, last = key.split(".")
-    for name in sections:
-        inner = tree.get(name)
-        if inner is None:
-            inner = tree[name] = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{key}: {name} is {inner!r} in the config, not a section")
-        tree = inner
-    return tree.setdefault(last, value)

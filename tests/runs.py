@@ -8,16 +8,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ratchet.config import RunConfig, load_config
+from ratchet.data.parquet import read_table
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.grains import loop
 from ratchet.grains.session import Listener, Session, open_session, submit
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
+
+# The tokens themselves do not matter to the stages: any ids of the vocabulary will do.
+RIGHT = Completion([60, 61, 2], [-0.5, -1.0, -0.1], "#### 1", "stop")
+WRONG = Completion([60, 62, 2], [-0.5, -1.5, -0.1], "#### 8", "stop")
+CUT = Completion([70, 71, 72, 73, 74, 75], [-2.0] * 6, "apples and pears and", "length")
+EMPTY = Completion([], [], "", "stop")
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -122,3 +130,24 @@ def use_sampler(session: Session, sampler: ScriptedSampler) -> None:
     """Make the session's stages sample from `sampler`."""
     session.residents._sampler = sampler
     session.residents._held["sampler"] = ""
+
+
+def one_step_config(model: Path, problems: Path, **overrides: Any) -> RunConfig:
+    """A run of one prompt and one step."""
+    return tiny_config(model, problems, **{"data.train_batch_size": 1, "trainer.total_training_steps": 1, **overrides})
+
+
+@contextmanager
+def prepared(root: Path, config: RunConfig, *completions: Completion) -> Iterator[Session]:
+    """A session whose prompts are committed; its sampler says `completions`, where there are any."""
+    with open_session(submit(str(root), "run", config), config) as session:
+        loop.prepare(session)
+        if completions:
+            use_sampler(session, ScriptedSampler(completions))
+        yield session
+
+
+def table_rows(run: Run, stage: str, role: str, schema: Any, step: int = 1) -> list[dict[str, Any]]:
+    """The committed table of a stage as rows."""
+    rows: list[dict[str, Any]] = read_table(run.store, run.require(stage, step).output(role), schema).to_pylist()
+    return rows

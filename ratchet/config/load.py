@@ -28,7 +28,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
     """Check a nested mapping plus overrides; every fault is named in one ConfigError."""
-    merged = _copy(tree)
+    merged = copy_tree(tree)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
@@ -37,7 +37,8 @@ def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
-        _set(merged, key.strip().split("."), value)
+        section, name = section_of(merged, key.strip(), what=f"override {key.strip()}")
+        section[name] = value
     try:
         return RunConfig.model_validate(_drop_empty(merged))
     except ValidationError as error:
@@ -86,19 +87,25 @@ def _faults(error: ValidationError) -> Iterator[str]:
             yield f"{key}: {message}, but it is {fault['input']!r}" if key else message
 
 
-def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
+def section_of(tree: dict[str, Any], key: str, *, what: str, place: str = "") -> tuple[dict[str, Any], str]:
+    """Return the mapping that holds the dotted `key`, making what is missing of it, and the key's last name.
+
+    A section that is no mapping is a ConfigError, which `what` begins and `place` says where.
+    """
+    *sections, last = key.split(".")
+    for name in sections:
         inner = tree.get(name)
         if inner is None:
             inner = tree[name] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"override {'.'.join(path)}: {name} is {inner!r}, not a section")
+            raise ConfigError(f"{what}: {name} is {inner!r}{place}, not a section")
         tree = inner
-    tree[path[-1]] = value
+    return tree, last
 
 
-def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+def copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested mappings as dicts of their own."""
+    return {key: copy_tree(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
 def _drop_empty(tree: Mapping[str, Any], section: type[BaseModel] = RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ratchet.engines.model import torch_device
 from ratchet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,7 @@ def leave_group() -> None:
 
 def local_device(name: str) -> torch.device:
     """The device of this process: "auto" is the GPU of torchrun's LOCAL_RANK where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = torch_device(name)
     if device.type == "cuda":
         index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
         device = torch.device("cuda", index)

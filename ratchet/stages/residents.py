@@ -69,11 +69,9 @@ class Residents:
 
     def torch_device(self) -> str:
         """Return the device that the config asks for, "auto" resolved."""
-        if self.config.trainer.device != "auto":
-            return self.config.trainer.device
-        import torch
+        from ratchet.engines.model import torch_device
 
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return torch_device(self.config.trainer.device).type
 
     def sampler(self, policy: Input) -> "Sampler":
         """Return the sampler with the weights of `policy`."""

@@ -1,7 +1,5 @@
 """What a run publishes at its end: held-out accuracy and a folder that serves."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +9,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratchet.algorithms.statistics import wilson_interval
-from ratchet.config import RunConfig
 from ratchet.data import schemas
-from ratchet.data.parquet import read_table
-from ratchet.engines.sampler import Completion
 from ratchet.errors import ConfigError
 from ratchet.grains import loop
-from ratchet.grains.session import Session, open_session, submit
 from ratchet.stages.evaluate import accuracy_metrics
 from ratchet.store.artifacts import read_folder
-from ratchet.store.run import POLICY_UPDATE, Run
-from tests.runs import ScriptedSampler, tiny_config, use_sampler, write_problems
-
-# The tokens themselves do not matter to the stages: any ids of the vocabulary will do.
-RIGHT = Completion([60, 61, 2], [-0.5, -1.0, -0.1], "#### 1", "stop")
-WRONG = Completion([60, 62, 2], [-0.5, -1.5, -0.1], "#### 8", "stop")
-CUT = Completion([70, 71, 72, 73, 74, 75], [-2.0] * 6, "apples and pears and", "length")
-EMPTY = Completion([], [], "", "stop")
-
-
-@pytest.fixture
-def problems(tmp_path: Path) -> Path:
-    """One problem, whose answer is 1."""
-    return write_problems(tmp_path / "problems.jsonl", 1)
-
-
-def _config(model: Path, problems: Path, **overrides: Any) -> RunConfig:
-    return tiny_config(model, problems, **{"data.train_batch_size": 1, "trainer.total_training_steps": 1, **overrides})
-
-
-@contextmanager
-def _prepared(root: Path, config: RunConfig, *completions: Completion) -> Iterator[Session]:
-    with open_session(submit(str(root), "run", config), config) as session:
-        loop.prepare(session)
-        if completions:
-            use_sampler(session, ScriptedSampler(completions))
-        yield session
-
-
-def _rows(run: Run, stage: str, role: str, schema: Any, step: int = 1) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = read_table(run.store, run.require(stage, step).output(role), schema).to_pylist()
-    return rows
+from ratchet.store.run import POLICY_UPDATE
+from tests.runs import (
+    CUT,
+    EMPTY,
+    RIGHT,
+    WRONG,
+    one_step_config,
+    prepared,
+    table_rows,
+    write_problems,
+)
 
 
 def _evaluation(prompt: str, reward: float, *, source: str = "a", is_parseable: bool = True) -> dict[str, Any]:
@@ -81,12 +54,12 @@ def test_accuracy_is_the_mean_over_prompts_of_each_data_source() -> None:
 
 def test_evaluation_grades_the_held_out_prompts(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
     held_out = write_problems(tmp_path / "held_out.jsonl", 4)
-    config = _config(tiny_model, problems, **{"data.val_files": str(held_out)})
+    config = one_step_config(tiny_model, problems, **{"data.val_files": str(held_out)})
     # The answers are 1, 3, 5, 7: the first is right.
-    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+    with prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
         loop.evaluate_base(session)
         manifest = session.store_run.require("evaluate", 0)
-        rows = _rows(session.store_run, "evaluate", "evaluations", schemas.EVALUATIONS, 0)
+        rows = table_rows(session.store_run, "evaluate", "evaluations", schemas.EVALUATIONS, 0)
     assert [row["prompt_id"] for row in rows] == [f"val-{number:07d}" for number in range(4)]
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
     metrics = manifest.provenance.metrics
@@ -100,7 +73,7 @@ def test_evaluation_grades_the_held_out_prompts(tmp_path: Path, tiny_model: Path
 def test_a_run_without_held_out_prompts_cannot_be_evaluated(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
     from ratchet.stages.evaluate import Evaluate
 
-    with _prepared(tmp_path, _config(tiny_model, problems)) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems)) as session:
         assert loop.evaluate_last(session) is None
         with pytest.raises(ConfigError, match=r"data\.val_files is not set"):
             session.run(Evaluate(), 0)
@@ -116,8 +89,8 @@ def test_an_export_loads_in_plain_transformers_and_is_the_policy(
 ) -> None:
     from ratchet.stages.checkpoint_export import CheckpointExport
 
-    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.dtype": dtype})
-    with _prepared(tmp_path, config) as session:
+    config = one_step_config(tiny_model, problems, **{"actor_rollout_ref.rollout.dtype": dtype})
+    with prepared(tmp_path, config) as session:
         if step:
             loop.run_step(session, 1)
         manifest = session.run(CheckpointExport(), step)

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +17,26 @@ from ratchet.engines.sampler import Completion
 from ratchet.errors import CommitConflictError, ConfigError, DataError, EngineError, NumericsError
 from ratchet.grains import loop
 from ratchet.grains.entry import replay_stage
-from ratchet.grains.session import Session, open_session, submit
+from ratchet.grains.session import open_session, submit
 from ratchet.rewards.registry import RewardResult
 from ratchet.stages import reward as reward_stage
 from ratchet.stages.graph import step_stages
 from ratchet.stages.reward import grade
 from ratchet.store.run import POLICY_UPDATE, Run
-from tests.runs import ScriptedSampler, tiny_config, train_tiny, use_sampler, write_problems
-
-# The tokens themselves do not matter to the stages: any ids of the vocabulary will do.
-RIGHT = Completion([60, 61, 2], [-0.5, -1.0, -0.1], "#### 1", "stop")
-WRONG = Completion([60, 62, 2], [-0.5, -1.5, -0.1], "#### 8", "stop")
-CUT = Completion([70, 71, 72, 73, 74, 75], [-2.0] * 6, "apples and pears and", "length")
-EMPTY = Completion([], [], "", "stop")
-
-
-@pytest.fixture
-def problems(tmp_path: Path) -> Path:
-    """One problem, whose answer is 1."""
-    return write_problems(tmp_path / "problems.jsonl", 1)
-
-
-def _config(model: Path, problems: Path, **overrides: Any) -> RunConfig:
-    return tiny_config(model, problems, **{"data.train_batch_size": 1, "trainer.total_training_steps": 1, **overrides})
-
-
-@contextmanager
-def _prepared(root: Path, config: RunConfig, *completions: Completion) -> Iterator[Session]:
-    with open_session(submit(str(root), "run", config), config) as session:
-        loop.prepare(session)
-        if completions:
-            use_sampler(session, ScriptedSampler(completions))
-        yield session
-
-
-def _rows(run: Run, stage: str, role: str, schema: Any, step: int = 1) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = read_table(run.store, run.require(stage, step).output(role), schema).to_pylist()
-    return rows
+from tests.runs import (
+    CUT,
+    EMPTY,
+    RIGHT,
+    WRONG,
+    ScriptedSampler,
+    one_step_config,
+    prepared,
+    table_rows,
+    tiny_config,
+    train_tiny,
+    use_sampler,
+    write_problems,
+)
 
 
 def _policy_is_unmoved(run: Run) -> bool:
@@ -76,7 +57,7 @@ def test_prompts_over_the_limit_are_left_out_and_counted_and_keep_their_numbers(
     short, long = write_problems(tmp_path / "short.jsonl", 2), write_problems(tmp_path / "long.jsonl", 1, words=300)
     lines = short.read_text().splitlines()
     (tmp_path / "mixed.jsonl").write_text("\n".join([lines[0], long.read_text().strip(), lines[1], lines[0]]))
-    with _prepared(tmp_path, _config(tiny_model, tmp_path / "mixed.jsonl")) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, tmp_path / "mixed.jsonl")) as session:
         manifest = session.store_run.require("preprocess/train", None)
         prompts = read_table(session.store_run.store, manifest.output("prompts"), schemas.PROMPTS)
     assert prompts["prompt_id"].to_pylist() == ["train-0000000", "train-0000002", "train-0000003"]
@@ -89,21 +70,21 @@ def test_prompts_over_the_limit_are_left_out_and_counted_and_keep_their_numbers(
 
 def test_prompts_over_the_limit_are_refused_with_the_row_and_the_way_out(tmp_path: Path, tiny_model: Path) -> None:
     problems = write_problems(tmp_path / "problems.jsonl", 2, words=300)
-    config = _config(tiny_model, problems, **{"data.filter_overlong_prompts": False})
+    config = one_step_config(tiny_model, problems, **{"data.filter_overlong_prompts": False})
     with (
         pytest.raises(DataError, match=r"2 of 2 prompts .*max_prompt_length=256 .* row 0 with \d+\. Raise"),
-        _prepared(tmp_path, config),
+        prepared(tmp_path, config),
     ):
         pass
-    everything = _config(tiny_model, problems)
-    with pytest.raises(DataError, match="no train prompt is left"), _prepared(tmp_path / "other", everything):
+    everything = one_step_config(tiny_model, problems)
+    with pytest.raises(DataError, match="no train prompt is left"), prepared(tmp_path / "other", everything):
         pass
 
 
 def test_only_the_first_prompts_are_used_where_so_many_are_asked_for(tmp_path: Path, tiny_model: Path) -> None:
     problems = write_problems(tmp_path / "problems.jsonl", 5)
     limits = {"data.train_max_samples": 3, "data.val_files": str(problems), "data.val_max_samples": 1}
-    with _prepared(tmp_path, _config(tiny_model, problems, **limits)) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **limits)) as session:
         run = session.store_run
         assert [run.require(f"preprocess/{split}", None).output("prompts").rows for split in ("train", "val")] == [3, 1]
 
@@ -121,7 +102,7 @@ def test_rows_that_could_never_be_graded_are_refused_before_anything_is_sampled(
 ) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps(row))
-    with pytest.raises(DataError, match=message), _prepared(tmp_path, _config(tiny_model, source)):
+    with pytest.raises(DataError, match=message), prepared(tmp_path, one_step_config(tiny_model, source)):
         pass
 
 
@@ -129,7 +110,7 @@ def test_a_data_source_can_be_given_to_rows_that_name_none(tmp_path: Path, tiny_
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"ask": "How many?", "answer": "4"}))
     names = {"data.prompt_key": "ask", "data.data_source": "openai/gsm8k"}
-    with _prepared(tmp_path, _config(tiny_model, source, **names)) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, source, **names)) as session:
         run = session.store_run
         artifact = run.require("preprocess/train", None).output("prompts")
         (row,) = read_table(run.store, artifact, schemas.PROMPTS).to_pylist()
@@ -144,12 +125,15 @@ def test_a_data_source_can_be_given_to_rows_that_name_none(tmp_path: Path, tiny_
 def test_a_model_that_cannot_be_used_is_named(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(EngineError, match="bare' has no tokenizer"), _prepared(tmp_path, _config(bare, problems)):
+    with (
+        pytest.raises(EngineError, match="bare' has no tokenizer"),
+        prepared(tmp_path, one_step_config(bare, problems)),
+    ):
         pass
     absent = tmp_path / "absent"
     with (
         pytest.raises(EngineError, match="absent' does not exist"),
-        _prepared(tmp_path / "other", _config(absent, problems)),
+        prepared(tmp_path / "other", one_step_config(absent, problems)),
     ):
         pass
 
@@ -166,7 +150,7 @@ def test_a_model_that_cannot_be_prompted_never_becomes_the_runs_policy(
 ) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / damaged).write_text(content)
-    with pytest.raises(EngineError, match=message), _prepared(tmp_path, _config(folder, problems)):
+    with pytest.raises(EngineError, match=message), prepared(tmp_path, one_step_config(folder, problems)):
         pass
     assert Run(str(tmp_path), "run").manifest(POLICY_UPDATE, 0) is None
 
@@ -176,7 +160,7 @@ def test_a_run_without_model_or_prompts_is_not_created(
     tmp_path: Path, tiny_model: Path, problems: Path, key: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{key} is not set"):
-        submit(str(tmp_path / "runs"), "run", _config(tiny_model, problems, **{key: ""}))
+        submit(str(tmp_path / "runs"), "run", one_step_config(tiny_model, problems, **{key: ""}))
     assert not (tmp_path / "runs" / "run").exists()
 
 
@@ -185,11 +169,11 @@ def test_a_run_of_this_process_is_not_created_for_a_model_or_prompts_that_are_no
 ) -> None:
     root = tmp_path / "runs"
     with pytest.raises(EngineError, match="does not exist"):
-        submit(str(root), "run", _config(tmp_path / "absent", problems))
+        submit(str(root), "run", one_step_config(tmp_path / "absent", problems))
     with pytest.raises(DataError, match="no such file"):
-        submit(str(root), "run", _config(tiny_model, tmp_path / "absent.jsonl"))
+        submit(str(root), "run", one_step_config(tiny_model, tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="no such file"):
-        submit(str(root), "run", _config(tiny_model, problems, **{"data.val_files": "/absent"}))
+        submit(str(root), "run", one_step_config(tiny_model, problems, **{"data.val_files": "/absent"}))
     assert not (root / "run").exists()
 
 
@@ -201,7 +185,7 @@ def test_a_second_copy_of_the_weights_beside_the_model_is_not_stored(
     index = {"weight_map": dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copyfile(model / "model.safetensors", model / "consolidated.safetensors")
-    with _prepared(tmp_path, _config(model, problems)) as session:
+    with prepared(tmp_path, one_step_config(model, problems)) as session:
         files = session.store_run.require(POLICY_UPDATE, 0).output("policy").files
         loop.run_step(session, 1)
     names = {entry.path for entry in files}
@@ -215,7 +199,7 @@ def test_a_second_copy_of_the_weights_beside_the_model_is_not_stored(
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
-    config = _config(tiny_model, problems, **{"data.train_batch_size": 2})
+    config = one_step_config(tiny_model, problems, **{"data.train_batch_size": 2})
     with pytest.raises(ConfigError, match="is 2, but the run has 1 training"):
         submit(str(tmp_path), "run", config)
     # The mistake did not take the run id.
@@ -227,14 +211,14 @@ def test_a_sampler_that_loses_a_request_is_refused(tmp_path: Path, tiny_model: P
         def sample(self, requests: Any, params: Any) -> list[Completion]:
             return super().sample(requests, params)[1:]
 
-    with _prepared(tmp_path, _config(tiny_model, problems)) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems)) as session:
         use_sampler(session, Forgetful([RIGHT]))
         with pytest.raises(EngineError, match="returned 1 completions for 2 requests"):
             loop.run_step(session, 1)
 
 
 def test_rollout_metrics_have_verls_names(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
-    with _prepared(tmp_path, _config(tiny_model, problems), RIGHT, CUT) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems), RIGHT, CUT) as session:
         loop.run_step(session, 1)
         metrics = session.store_run.require("rollout", 1).provenance.metrics
     assert metrics["response_length/mean"] == 4.5
@@ -248,20 +232,20 @@ def test_rollout_metrics_have_verls_names(tmp_path: Path, tiny_model: Path, prob
 
 def test_rewards_are_joined_to_their_prompts_by_key(tmp_path: Path, tiny_model: Path) -> None:
     problems = write_problems(tmp_path / "problems.jsonl", 4)
-    config = _config(tiny_model, problems, **{"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 1})
+    config = one_step_config(tiny_model, problems, **{"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 1})
     truths = {f"train-{number:07d}": str(2 * number + 1) for number in range(4)}
-    with _prepared(tmp_path, config, RIGHT) as session:
+    with prepared(tmp_path, config, RIGHT) as session:
         loop.run_step(session, 1)
-        rewards = _rows(session.store_run, "reward", "rewards", schemas.REWARDS)
+        rewards = table_rows(session.store_run, "reward", "rewards", schemas.REWARDS)
     graded = {row["group_id"].split("/")[1]: row["reward"] for row in rewards}
     assert graded == {prompt_id: float(truth == "1") for prompt_id, truth in truths.items()}
 
 
 def test_a_wrong_answer_is_told_apart_from_none(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
-    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
-    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+    config = one_step_config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
+    with prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
         loop.run_step(session, 1)
-        rows = _rows(session.store_run, "reward", "rewards", schemas.REWARDS)
+        rows = table_rows(session.store_run, "reward", "rewards", schemas.REWARDS)
         metrics = session.store_run.require("reward", 1).provenance.metrics
     assert [(row["reward"], row["is_parseable"], row["extracted"]) for row in rows] == [
         (1.0, True, "1"),
@@ -278,7 +262,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_row(
 ) -> None:
     monkeypatch.setattr(reward_stage, "reward_for", lambda source, gsm8k_mode: lambda *row: RewardResult(math.nan))
     with (
-        _prepared(tmp_path, _config(tiny_model, problems), RIGHT) as session,
+        prepared(tmp_path, one_step_config(tiny_model, problems), RIGHT) as session,
         pytest.raises(NumericsError, match="rollout 000001/train-0000000, sample 0: the reward is nan"),
     ):
         loop.run_step(session, 1)
@@ -308,10 +292,10 @@ def test_a_row_that_cannot_be_graded_is_an_error_that_names_it(changes: dict[str
 
 
 def test_advantages_are_those_of_the_group_on_every_token(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
-    config = _config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
-    with _prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
+    config = one_step_config(tiny_model, problems, **{"actor_rollout_ref.rollout.n": 4})
+    with prepared(tmp_path, config, RIGHT, WRONG, CUT, EMPTY) as session:
         loop.run_step(session, 1)
-        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        rows = table_rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
         metrics = session.store_run.require("advantage", 1).provenance.metrics
     # Rewards 1, 0, 0, 0: mean 1/4, standard deviation (n - 1) 1/2.
     assert rows[0]["advantages"] == pytest.approx([1.5, 1.5, 1.5], rel=1e-4)
@@ -330,10 +314,10 @@ def test_advantages_are_those_of_the_group_on_every_token(tmp_path: Path, tiny_m
 def test_without_division_by_the_deviation_advantages_are_differences(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
-    config = _config(tiny_model, problems, **{"algorithm.norm_adv_by_std_in_grpo": False})
-    with _prepared(tmp_path, config, RIGHT, WRONG) as session:
+    config = one_step_config(tiny_model, problems, **{"algorithm.norm_adv_by_std_in_grpo": False})
+    with prepared(tmp_path, config, RIGHT, WRONG) as session:
         loop.run_step(session, 1)
-        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        rows = table_rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
     assert [row["advantages"] for row in rows] == [[0.5] * 3, [-0.5] * 3]
 
 
@@ -341,11 +325,11 @@ def test_a_penalty_in_the_reward_lowers_each_token_by_its_divergence(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
     penalty = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.5}
-    with _prepared(tmp_path, _config(tiny_model, problems, **penalty), RIGHT, EMPTY) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **penalty), RIGHT, EMPTY) as session:
         loop.run_step(session, 1)
         run = session.store_run
-        rows = _rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
-        reference = _rows(run, "reference_scores", "reference_scores", schemas.scores("reference"))
+        rows = table_rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        reference = table_rows(run, "reference_scores", "reference_scores", schemas.scores("reference"))
     assert RIGHT.log_probs is not None
     kl = [own - other for own, other in zip(RIGHT.log_probs, reference[0]["reference_log_probs"], strict=True)]
     expected = [-0.5 * kl[0], -0.5 * kl[1], 1.0 - 0.5 * kl[2]]
@@ -359,7 +343,7 @@ def test_a_penalty_in_the_reward_lowers_each_token_by_its_divergence(
 def test_empty_completions_train_nothing_and_break_nothing(
     tmp_path: Path, tiny_model: Path, problems: Path, overrides: dict[str, Any]
 ) -> None:
-    with _prepared(tmp_path, _config(tiny_model, problems, **overrides), EMPTY) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **overrides), EMPTY) as session:
         loop.run_step(session, 1)
         run = session.store_run
     assert _policy_is_unmoved(run)
@@ -369,28 +353,28 @@ def test_empty_completions_train_nothing_and_break_nothing(
 def test_truncated_completions_are_left_out_of_the_loss_where_that_is_asked_for(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
-    masked = _config(tiny_model, problems, **{"algorithm.mask_truncated_completions": True})
-    with _prepared(tmp_path, masked, RIGHT, CUT) as session:
+    masked = one_step_config(tiny_model, problems, **{"algorithm.mask_truncated_completions": True})
+    with prepared(tmp_path, masked, RIGHT, CUT) as session:
         loop.run_step(session, 1)
-        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        rows = table_rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
         assert not _policy_is_unmoved(session.store_run)
     assert [row["loss_mask"] for row in rows] == [[True] * 3, [False] * 6]
     # It still counts in its group.
     assert rows[0]["group_reward_mean"] == 0.5
-    with _prepared(tmp_path / "all", masked, CUT) as session:
+    with prepared(tmp_path / "all", masked, CUT) as session:
         loop.run_step(session, 1)
         assert _policy_is_unmoved(session.store_run)
-    with _prepared(tmp_path / "none", _config(tiny_model, problems), CUT) as session:
+    with prepared(tmp_path / "none", one_step_config(tiny_model, problems), CUT) as session:
         loop.run_step(session, 1)
         assert not _policy_is_unmoved(session.store_run)
 
 
 def test_groups_of_one_have_no_advantage(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
     alone = {"actor_rollout_ref.rollout.n": 1, "actor_rollout_ref.actor.entropy_coeff": 0.0}
-    with _prepared(tmp_path, _config(tiny_model, problems, **alone), RIGHT) as session:
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **alone), RIGHT) as session:
         loop.run_step(session, 1)
         run = session.store_run
-    (row,) = _rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
+    (row,) = table_rows(run, "advantage", "trajectories", schemas.TRAJECTORIES)
     assert (row["advantages"], row["group_size"], row["group_reward_std"]) == ([0.0] * 3, 1, 0.0)
     assert run.require("advantage", 1).provenance.metrics["critic/constant_groups_ratio"] == 1.0
     assert _policy_is_unmoved(run)
@@ -401,15 +385,15 @@ def test_completions_without_log_probs_need_the_policy_to_score_them(
 ) -> None:
     silent = Completion([60, 61, 2], None, "#### 1", "stop")
     with (
-        _prepared(tmp_path, _config(tiny_model, problems), silent) as session,
+        prepared(tmp_path, one_step_config(tiny_model, problems), silent) as session,
         pytest.raises(DataError, match=r"sample 0 has no sampler_log_probs; .*bypass_mode=false"),
     ):
         loop.run_step(session, 1)
-    scored = _config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
-    with _prepared(tmp_path / "scored", scored, silent) as session:
+    scored = one_step_config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
+    with prepared(tmp_path / "scored", scored, silent) as session:
         loop.run_step(session, 1)
-        rows = _rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
-        scores = _rows(session.store_run, "policy_scores", "policy_scores", schemas.scores("policy"))
+        rows = table_rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+        scores = table_rows(session.store_run, "policy_scores", "policy_scores", schemas.scores("policy"))
     assert [row["behaviour_source"] for row in rows] == ["policy"] * 2
     assert [row["behaviour_log_probs"] for row in rows] == [row["policy_log_probs"] for row in scores]
 
@@ -417,10 +401,10 @@ def test_completions_without_log_probs_need_the_policy_to_score_them(
 def test_policy_scores_of_what_the_policy_sampled_are_the_samplers_log_probs(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
-    config = _config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
+    config = one_step_config(tiny_model, problems, **{"algorithm.rollout_correction.bypass_mode": False})
     run = train_tiny(tmp_path, "run", config)
-    rollouts = _rows(run, "rollout", "rollouts", schemas.ROLLOUTS)
-    scores = _rows(run, "policy_scores", "policy_scores", schemas.scores("policy"))
+    rollouts = table_rows(run, "rollout", "rollouts", schemas.ROLLOUTS)
+    scores = table_rows(run, "policy_scores", "policy_scores", schemas.scores("policy"))
     for row, score in zip(rollouts, scores, strict=True):
         assert score["policy_log_probs"] == pytest.approx(row["sampler_log_probs"], abs=1e-4)
 
@@ -428,9 +412,9 @@ def test_policy_scores_of_what_the_policy_sampled_are_the_samplers_log_probs(
 def test_what_a_stage_is_committed_from_cannot_change_under_it(
     tmp_path: Path, tiny_model: Path, problems: Path
 ) -> None:
-    config = _config(tiny_model, problems)
+    config = one_step_config(tiny_model, problems)
     run = train_tiny(tmp_path, "run", config)
-    other = _config(tiny_model, problems, **{"trainer.seed": 1, "reward_model.gsm8k_mode": "strict"})
+    other = one_step_config(tiny_model, problems, **{"trainer.seed": 1, "reward_model.gsm8k_mode": "strict"})
     rollout, reward, *_ = step_stages(other)
     with open_session(run, other) as session:
         with pytest.raises(CommitConflictError, match="step-000001/rollout is committed with another configuration"):
