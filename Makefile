@@ -23,7 +23,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile images manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile config-reference images manifests lock clean
 
 ##@ Start here
 
@@ -80,6 +80,9 @@ images: $(addprefix image-,$(IMAGES)) ## build every image with ENGINE, as REGIS
 
 image-%:
 	$(ENGINE) build --file images/$*/Containerfile --tag $(REGISTRY)/ratchet-$*:$(TAG) --build-arg RATCHET_REVISION=$$(git rev-parse HEAD) .
+
+config-reference: $(PROJECT) ## write docs/configuration.md from the schema
+	$(BIN)/python -m ratchet.config.reference
 
 lock: ## resolve requirements/*.txt again; UPGRADE=1 takes newer versions
 	UV=$(UV) $(PYTHON) requirements/lock.py $(if $(UPGRADE),--upgrade)

@@ -7,11 +7,14 @@ from pathlib import Path
 from kfp import compiler, dsl
 
 from pipelines.grpo.pipeline import grpo, grpo_stages
+from pipelines.ppo.pipeline import ppo, ppo_stages
 
 FOLDER = Path(__file__).parent
 GOLDEN: dict[Path, dsl.base_component.BaseComponent] = {
     FOLDER / "grpo" / "pipeline.yaml": grpo,
     FOLDER / "grpo" / "pipeline_stages.yaml": grpo_stages,
+    FOLDER / "ppo" / "pipeline.yaml": ppo,
+    FOLDER / "ppo" / "pipeline_stages.yaml": ppo_stages,
 }
 
 

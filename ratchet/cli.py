@@ -60,18 +60,32 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", help="YAML config under verl's key names.")] = None,
     root: Annotated[str | None, typer.Option("--root", help="Where runs lie; trainer.default_local_dir.")] = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; trainer.experiment_name.")] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option("--num_gpus", "--num-gpus", min=1, help="trainer.n_gpus_per_node.")
+    ] = None,
 ) -> None:
     """Train here, in this process. The same run id again resumes the run."""
     from ratchet.config import load_config
     from ratchet.grains import loop
     from ratchet.grains.session import open_session, submit
 
-    parsed = load_config(config, overrides or [])
-    root, run_id = root or parsed.trainer.default_local_dir, run_id or parsed.trainer.experiment_name
-    run = submit(root, run_id, parsed)
+    gpus = [] if num_gpus is None else [f"trainer.num_gpus={num_gpus}"]
+    parsed = load_config(config, [*(overrides or []), *gpus])
+    run = submit(*_place(parsed, root, run_id), parsed)
     with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
         loop.train(session)
     typer.echo(f"run: {run.uri}")
+
+
+def _place(config: "RunConfig", root: str | None, run_id: str | None) -> tuple[str, str]:
+    """The root and id of the run to start or to go on with."""
+    trainer = config.trainer
+    if trainer.resume_mode != "resume_path":
+        return root or trainer.default_local_dir, run_id or trainer.experiment_name
+    if root or run_id:
+        raise ConfigError("--root and --run-id name a run, and so does trainer.resume_from_path; expected one of them")
+    run = _open_run(trainer.resume_from_path)
+    return run.root, run.run_id
 
 
 @app.command()

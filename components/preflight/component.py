@@ -16,7 +16,7 @@ def preflight(
         run_id: The run's name below the root. The same name again resumes the run.
         submission_id: The pipeline run that this task belongs to.
         config: The run's config: YAML text, or the place of a YAML file (s3:// or a path).
-        total_steps: RL steps of the whole run.
+        total_steps: RL steps of the whole run; 0 takes what the config says.
         steps_per_segment: RL steps of one segment.
         grain: How long a process lasts: stage, step or segment.
 
@@ -26,7 +26,7 @@ def preflight(
     from ratchet.grains import entry
 
     overrides = [
-        f"trainer.total_training_steps={total_steps}",
+        *([f"trainer.total_training_steps={total_steps}"] if total_steps else []),
         f"trainer.steps_per_segment={steps_per_segment}",
         f"trainer.grain={grain}",
     ]

@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ratchet.algorithms.batch import Compat
+
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
@@ -66,3 +68,42 @@ def token_weights(
         case _:
             raise ValueError(f"expected a loss aggregation of {', '.join(get_args(LossAggMode))}, got {mode!r}")
     return torch.where(is_used, weights, torch.zeros_like(weights))
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    mode: LossAggMode,
+    *,
+    totals: LossTotals | None = None,
+    norm_length: float | None = None,
+    num_ranks: int = 1,
+    compat: Compat = "ratchet",
+) -> Tensor:
+    """Return one loss from losses per token [B, T] padded to one length: the padded form of `token_weights`.
+
+    `totals` counts the mini-batch over all ranks; without it this batch is the mini-batch. Where gradients are averaged
+    over `num_ranks` afterwards, the loss is multiplied by them. What is outside `mask` (bool or 0 and 1) counts
+    nowhere, be it NaN, and an empty mask gives 0.
+
+    `compat="verl"`: totals of 0 divide by 0, NaN outside the mask spoils the seq-* modes unless its whole row is
+    outside, and "seq-mean-token-sum-norm" without `norm_length` divides by T. Raises ValueError for another mode, a
+    missing `norm_length`, or several ranks without totals.
+    """
+    if loss.dim() != 2 or loss.shape != mask.shape:
+        raise ValueError(f"expected loss and mask of one shape [B, T], got {list(loss.shape)} and {list(mask.shape)}")
+    if num_ranks > 1 and totals is None and mode != "token-sum":
+        raise ValueError(f"expected totals over all {num_ranks} ranks for {mode}, got none")
+    is_used = mask > 0
+    counts = is_used.sum(-1)
+    if totals is None:
+        totals = LossTotals(num_tokens=int(counts.sum()), num_sequences=int((counts > 0).sum()))
+    if compat == "verl" and norm_length is None:
+        norm_length = loss.shape[1]
+    weights = token_weights(counts, mode=mode, totals=totals, norm_length=norm_length)
+    inside = torch.where(is_used, loss, 0.0)
+    if compat == "verl" and mode.startswith("seq-"):
+        inside = torch.where((counts > 0)[:, None], loss * mask, 0.0)
+    total = (inside * weights[:, None].to(loss.dtype)).sum() * num_ranks
+    denominator = totals.num_tokens if mode == "token-mean" else totals.num_sequences
+    return total / 0.0 if compat == "verl" and mode != "token-sum" and denominator == 0 else total

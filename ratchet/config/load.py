@@ -1,19 +1,32 @@
-"""From YAML and dotted overrides to a checked RunConfig; errors name the key and the nearest one that exists."""
+"""From YAML and dotted overrides to a checked RunConfig; errors name the key that was typed and the nearest that is."""
 
-import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from ratchet.config import user_code
+from ratchet.config.checks import config_warnings
+from ratchet.config.keys import known_keys
+from ratchet.config.reading import Reading, leaves
+from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
+from ratchet.config.text import read_mapping, read_value
+from ratchet.config.verl_keys import VALUES
 from ratchet.errors import ConfigError
+
+__all__ = ["copy_tree", "known_keys", "load_config", "parse_config", "parse_text", "section_of"]
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, if one is given, then apply `key.subkey=value` overrides in order; values are YAML."""
+    """Read a YAML file, if one is given, then apply `key.subkey=value` overrides in order; values are YAML.
+
+    Python files that the config names are read, and run. What has no effect is logged as a warning.
+    """
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -22,69 +35,80 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"cannot read the config file {path}: it is not UTF-8 ({error})") from error
-        tree = _mapping(text, str(path))
-    return parse_config(tree, overrides, source=str(path) if path else "the command line")
+        tree = read_mapping(text, str(path))
+    source = str(path) if path else "the command line"
+    return parse_config(tree, overrides, source=source, folder=Path(path).parent if path else None)
 
 
-def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
-    """Check a nested mapping plus overrides; every fault is named in one ConfigError."""
-    merged = copy_tree(tree)
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(f"override {override!r}: expected key.subkey=value")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
-        section, name = section_of(merged, key.strip(), what=f"override {key.strip()}")
-        section[name] = value
+def parse_config(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "the config",
+    folder: Path | None = None,
+) -> RunConfig:
+    """Check a nested mapping plus overrides; every fault is named in one ConfigError.
+
+    Python files are looked for in the working directory, then in `folder`.
+    """
+    reading = Reading()
+    reading.read(leaves(tree))
+    reading.read(_overrides(overrides))
+    resolve(reading)
+    embedded = user_code.embed(reading.tree(), folder=folder)
+    user_code.load_all(embedded)
+    faults, config = reading.faults, None
     try:
-        return RunConfig.model_validate(_drop_empty(merged))
+        config = RunConfig.model_validate(embedded)
     except ValidationError as error:
-        faults = "\n".join(f"  {line}" for line in _faults(error))
-        raise ConfigError(f"{source} does not make a run:\n{faults}") from error
+        faults = [*faults, *_faults(error, reading)]
+    if faults or config is None:
+        listed = "\n".join(f"  {fault}" for fault in faults)
+        raise ConfigError(f"{source} does not make a run:\n{listed}")
+    if reading.ignored:
+        listed = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in reading.ignored.items())
+        logger.warning("%s: keys of verl that change nothing here: %s", source, listed)
+    for warning in config_warnings(config):
+        logger.warning("%s: %s", source, warning)
+    return config
 
 
 def parse_text(text: str, overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
     """Check YAML text plus overrides."""
-    return parse_config(_mapping(text, source), overrides, source=source)
+    return parse_config(read_mapping(text, source), overrides, source=source)
 
 
-def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key."""
-    for name in section.model_fields:
-        inner = _section(section, name)
-        if inner is not None:
-            yield from known_keys(inner, f"{prefix}{name}.")
+def _overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        # Hydra's way to add a key; here every key can be set.
+        name = key.strip().lstrip("+")
+        if not separator or not name or name.startswith("~"):
+            raise ConfigError(f"override {override!r}: expected key.subkey=value")
+        value = read_value(text, f"override {override!r}: the value")
+        if isinstance(value, Mapping):
+            found = list(leaves({name: value}))
+            yield from found
         else:
-            yield f"{prefix}{name}"
+            yield name, value
 
 
-def _mapping(text: str, source: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
-    return tree
-
-
-def _faults(error: ValidationError) -> Iterator[str]:
-    keys = list(known_keys())
-    names = keys + sorted({key.rpartition(".")[0] for key in keys})
+def _faults(error: ValidationError, reading: Reading) -> Iterator[str]:
     for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
+        parts = [str(part) for part in fault["loc"] if part != "[key]"]
+        key, value = ".".join(parts), fault["input"]
+        if key in reading.inherited:
+            # Said of the key that it has its value from.
+            continue
+        message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            same_name = [known for known in names if known.rpartition(".")[2] == key.rpartition(".")[2]]
-            near = difflib.get_close_matches(key, same_name or names, n=1, cutoff=0.0)[0]
-            yield f"{key}: no such key; the nearest is {near}"
-        else:
-            message = fault["msg"].removeprefix("Value error, ")
-            yield f"{key}: {message}, but it is {fault['input']!r}" if key else message
+            message = "no such key"
+        known = next((found for name, found in VALUES.items() if key == name or key.startswith(f"{name}.")), ())
+        if value in known:
+            message = f"verl has {value!r}, Ratchet has not. {message}"
+        if key and not isinstance(value, Mapping):
+            message = f"{message}, but it is {value!r}"
+        yield f"{reading.label(key)}: {message}" if key else message
 
 
 def section_of(tree: dict[str, Any], key: str, *, what: str, place: str = "") -> tuple[dict[str, Any], str]:
@@ -106,21 +130,3 @@ def section_of(tree: dict[str, Any], key: str, *, what: str, place: str = "") ->
 def copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the nested mappings as dicts of their own."""
     return {key: copy_tree(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-
-
-def _drop_empty(tree: Mapping[str, Any], section: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """Leave out sections that a YAML file names without content."""
-    kept: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _section(section, key)
-        if inner is not None and isinstance(value, Mapping):
-            kept[key] = _drop_empty(value, inner)
-        elif inner is None or value is not None:
-            kept[key] = value
-    return kept
-
-
-def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    field = section.model_fields.get(key)
-    inner = field.annotation if field else None
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None

@@ -1,32 +1,24 @@
 """The typed configuration of a run, under verl's key names.
 
-Keys are grouped as verl groups them, so that a config that users bring reads the same here. What the text may say is
-checked here; names that verl has and Ratchet has not are refused by `ratchet.config.load`.
+Keys are grouped as verl groups them, so that a config that users bring reads the same here. Trap: this is what a config
+means once it is read; other spellings, and values that follow from other keys, are `ratchet.config.load`'s.
 """
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-DType = Literal["float32", "bfloat16"]
-Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Logger = Literal["console", "jsonl", "mlflow", "tensorboard"]
-KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-
-
-class Section(BaseModel):
-    """One group of keys; unknown ones are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+from ratchet.algorithms.catalog import ADVANTAGES
+from ratchet.config.algorithm import AlgorithmConfig
+from ratchet.config.checks import combination_faults
+from ratchet.config.models import ActorRolloutRefConfig, CriticConfig
+from ratchet.config.rewards import CustomRewardConfig, RewardModelConfig
+from ratchet.config.section import Count, Loggers, Positive, Section
 
 
 class DataConfig(Section):
+    """Prompts, lengths and batches."""
+
     train_files: str = ""
     """Training prompts: verl's Parquet, GSM8K JSONL, s3://..., a dataset id, or ratchet/word-problems?level=1."""
     val_files: str = ""
@@ -51,136 +43,22 @@ class DataConfig(Section):
     """Draw the prompts of each epoch in an order of its own, fixed by the seed."""
 
 
-class ModelConfig(Section):
+class CodeFile(Section):
+    """A Python file that registers advantages, losses or rewards; it travels with the run."""
+
     path: str = ""
-    """Hub id or local folder; weights, tokenizer and chat template come from here."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-
-class OptimConfig(Section):
-    lr: NonNegative = 1e-6
-    weight_decay: NonNegative = 0.01
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    lr_warmup_steps: int = -1
-    """Steps of linear warm-up; below 0 the ratio counts."""
-    lr_warmup_steps_ratio: Share = 0.0
-    min_lr_ratio: Share = 0.0
-    """Where a decay ends, as a share of the learning rate."""
-
-
-class FSDPConfig(Section):
-    dtype: DType = "bfloat16"
-    """Compute dtype; master weights, gradients' reduction and optimizer state are always float32."""
-
-
-class ActorConfig(Section):
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Both mean FSDP2."""
-    ppo_mini_batch_size: Positive | None = None
-    """Prompts of one optimizer step; the whole batch where it is not given."""
-    ppo_micro_batch_size_per_gpu: Positive | None = None
-    """Sequences of one forward pass; the token budget counts where it is not given."""
-    ppo_max_token_len_per_gpu: Positive = 16384
-    """Token budget of one forward pass."""
-    ppo_epochs: Positive = 1
-    shuffle: bool = False
-    """Draw mini-batches in another order each epoch."""
-    clip_ratio: NonNegative = 0.2
-    clip_ratio_low: NonNegative | None = None
-    """Lower clip; `clip_ratio` where it is not given."""
-    clip_ratio_high: NonNegative | None = None
-    """Upper clip; `clip_ratio` where it is not given."""
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
-    """Dual clip for negative advantages."""
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-    ] = "token-mean"
-    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
-    """Divisor of seq-mean-token-sum-norm, in tokens; data.max_response_length where it is not given."""
-    entropy_coeff: NonNegative = 0.0
-    use_kl_loss: bool = False
-    kl_loss_coef: NonNegative = 0.001
-    kl_loss_type: KLType = "low_var_kl"
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    optim: OptimConfig = OptimConfig()
-    fsdp_config: FSDPConfig = FSDPConfig()
-
-
-class ValSampling(Section):
-    do_sample: bool = False
-    """Sample; otherwise the most likely token is taken."""
-    temperature: NonNegative = 0.0
-    top_p: Probability = 1.0
-    top_k: int = -1
-    n: Positive = 1
-
-
-class RolloutConfig(Section):
-    name: Literal["hf", "vllm"] = "vllm"
-    """The sampler: vLLM, or Hugging Face for machines without a GPU."""
-    n: Positive = 1
-    """Completions of one prompt: the group size."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Probability = 1.0
-    top_k: int = -1
-    """Keep the k most likely tokens; -1 keeps all."""
-    dtype: DType = "bfloat16"
-    """Dtype of the sampler and of the published weights."""
-    ignore_eos: bool = False
-    gpu_memory_utilization: Probability | None = None
-    """Share of the memory that vLLM may take; 0.5 of a GPU, 0.2 of a CPU's, where it is not given."""
-    tensor_model_parallel_size: Positive = 1
-    max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive = 8192
-    enable_chunked_prefill: bool = True
-    enforce_eager: bool | None = None
-    """Run vLLM without CUDA graphs and compilation; on a CPU only, where it is not given."""
-    val_kwargs: ValSampling = ValSampling()
-
-
-class RefConfig(Section):
-    log_prob_max_token_len_per_gpu: Positive = 16384
-    """Token budget of one forward pass of the reference."""
-
-
-class ActorRolloutRefConfig(Section):
-    model: ModelConfig = ModelConfig()
-    actor: ActorConfig = ActorConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    ref: RefConfig = RefConfig()
-
-
-class RewardModelConfig(Section):
-    gsm8k_mode: Literal["default", "strict", "flexible"] = "default"
-    """How an answer is read from a GSM8K completion; strict and flexible are verl's."""
-
-
-class KLControlConfig(Section):
-    type: Literal["fixed"] = "fixed"
-    kl_coef: NonNegative = 0.001
-
-
-class RolloutCorrectionConfig(Section):
-    bypass_mode: bool = True
-    """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first."""
-
-
-class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
-    norm_adv_by_std_in_grpo: bool = True
-    use_kl_in_reward: bool = False
-    kl_penalty: KLType = "kl"
-    kl_ctrl: KLControlConfig = KLControlConfig()
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    mask_truncated_completions: bool = False
-    """Leave completions that reached the length limit out of the loss; their reward still counts in the group."""
+    """Where it was read."""
+    sha256: str = ""
+    """Of its bytes; filled in when it is read."""
+    source: str = ""
+    """Its text; filled in when it is read."""
 
 
 class TrainerConfig(Section):
+    """How long, where, and what is kept and reported."""
+
     total_epochs: Positive = 1
+    """Passes over the training prompts."""
     total_training_steps: Positive | None = None
     """Steps of the whole run; follows from the epochs where it is not given."""
     project_name: str = "ratchet"
@@ -189,24 +67,38 @@ class TrainerConfig(Section):
     """Run id, unless one is given."""
     default_local_dir: str = "runs"
     """Root below which runs lie: a local folder or s3://bucket/prefix."""
-    logger: tuple[Logger, ...] = ("console",)
+    logger: Loggers = ("console",)
+    """Where metrics go."""
     grain: Literal["stage", "step", "segment"] = "segment"
     """Whether a process lasts for a stage, a step or a segment of steps."""
     steps_per_segment: Positive = 50
+    """Steps that one process runs at segment grain."""
     trainer_state_freq: Positive = 10
     """In a segment, steps between two commits of the trainer's state; other grains commit it every step."""
     save_freq: int = -1
-    """Keep the trainer's state of every so many steps for good; the last two are always kept."""
+    """Keep the trainer's state of every so many steps for good, beside the last ones."""
+    max_actor_ckpt_to_keep: Positive | None = None
+    """How many of the last trainer states are kept; two where it is not given."""
     test_freq: int = -1
     """Evaluate every so many steps and after the last; -1 evaluates after the last only."""
     val_before_train: bool = True
-    resume_mode: Literal["auto", "disable"] = "auto"
-    """disable refuses a run id that exists."""
+    """Evaluate version 0, too."""
+    critic_warmup: Count = 0
+    """Steps at the start in which only the critic learns."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on with the run of this id if there is one; disable refuses a run id that exists; resume_path goes on
+    with the run at resume_from_path, which must exist."""
+    resume_from_path: str = ""
+    """Folder of a run, ROOT/RUN-ID, with resume_mode=resume_path. A run goes on after its newest commit, so a folder of
+    one step is refused."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models run; auto takes a GPU if there is one."""
     n_gpus_per_node: Positive = 1
     """Trainer processes of one node."""
     nnodes: Positive = 1
+    """Nodes of the trainer."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Fixes the order of prompts, every sample and the order of mini-batches."""
 
 
 class RunConfig(Section):
@@ -214,35 +106,19 @@ class RunConfig(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    code: Annotated[tuple[CodeFile, ...], BeforeValidator(lambda value: _as_files(value))] = ()
+    """Python files that are imported before names are looked up; a path alone is enough."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        actor, rollout, algorithm = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout, self.algorithm
-        mini_batch = actor.ppo_mini_batch_size
-        if mini_batch is not None and mini_batch > self.data.train_batch_size:
-            raise ValueError(
-                f"actor_rollout_ref.actor.ppo_mini_batch_size is {mini_batch}, more than data.train_batch_size "
-                f"({self.data.train_batch_size})"
-            )
-        if actor.use_kl_loss and algorithm.use_kl_in_reward:
-            raise ValueError(
-                "actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward are both on: "
-                "the penalty would count twice"
-            )
-        if algorithm.rollout_correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
-            raise ValueError(
-                "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
-                "biases the ratio against the policy's; keep top_p=1 and top_k=-1, or set "
-                "algorithm.rollout_correction.bypass_mode=false"
-            )
-        if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
-            raise ValueError(
-                "actor_rollout_ref.rollout.val_kwargs.do_sample is on at temperature 0, which samples nothing: "
-                "set val_kwargs.temperature above 0"
-            )
+        faults = combination_faults(self)
+        if faults:
+            raise ValueError("\n  ".join(faults))
         return self
 
     @property
@@ -253,9 +129,26 @@ class RunConfig(Section):
         return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0)
 
     @property
+    def advantage_needs(self) -> frozenset[str]:
+        """What the advantage estimator reads beside rewards and groups (`ratchet.algorithms.catalog.Need`)."""
+        return ADVANTAGES.get(self.algorithm.adv_estimator).needs
+
+    @property
+    def critic_is_needed(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return "values" in self.advantage_needs
+
+    @property
     def policy_scores_are_needed(self) -> bool:
-        """Whether the behaviour log-probs come from the policy instead of the sampler."""
-        return not self.algorithm.rollout_correction.bypass_mode
+        """Whether the policy scores the rollouts before its update."""
+        return not self.algorithm.rollout_correction.bypass_mode or "sum_pi_squared" in self.advantage_needs
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """What grades, each with its weight: reward_model.weights, or reward_model.type alone with weight 1."""
+        return {str(kind): weight for kind, weight in self.reward_model.weights.items()} or {
+            self.reward_model.type: 1.0
+        }
 
     def value(self, key: str) -> Any:
         """Return the value under a dotted key, a section as a plain dict."""
@@ -263,3 +156,11 @@ class RunConfig(Section):
         for name in key.split("."):
             found = getattr(found, name)
         return found.model_dump(mode="json") if isinstance(found, BaseModel) else found
+
+
+def _as_files(value: Any) -> Any:
+    """A path, or a list with paths in it, as a list of files."""
+    items = [value] if isinstance(value, (str, dict, CodeFile)) else value
+    if not isinstance(items, (list, tuple)):
+        return items
+    return [{"path": item} if isinstance(item, str) else item for item in items]

@@ -26,6 +26,14 @@ def batch_positions(step: int, prompt_ids: Sequence[str], batch_size: int, *, se
     return order[place * batch_size : (place + 1) * batch_size]
 
 
+def refill_positions(step: int, prompt_ids: Sequence[str], used: Sequence[int], *, seed: int) -> list[int]:
+    """Return the positions of all prompts but those `used` by the step, in an order of the step's own."""
+    taken = set(used)
+    order = [position for position in range(len(prompt_ids)) if position not in taken]
+    order.sort(key=lambda position: _digest("refill", seed, step, prompt_ids[position]))
+    return order
+
+
 def sample_seed(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Return the sample's seed, 0 <= seed < 2**63."""
     return int.from_bytes(_digest("sample", seed, step, prompt_id, sample_index)[:8], "big") >> 1

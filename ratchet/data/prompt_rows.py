@@ -5,6 +5,7 @@ and of the ground truth. Here None keys are left out and the ground truth is tex
 decimals of other columns become text (`plain_values`).
 """
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -19,8 +20,12 @@ INSTRUCTION: Final = 'Let\'s think step by step and output the final answer afte
 SHORT_INSTRUCTION: Final = 'Give only the final answer after "####".'
 """What verl's preprocessing appends to every GSM8K question, after one space."""
 
-_GROUND_TRUTH_KEYS = ("reward_model", "ground_truth", "answer")
+_GROUND_TRUTH_KEYS = ("ground_truth", "answer", "response")
 _REFERENCE = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"\s*[-+]?[$]?[0-9][0-9.,/]*%?\s*")
+_GSM8K_FORMAT = (GSM8K, "gsm8k", "ratchet/word-problems")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE_OF = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,11 @@ class PromptRow:
     """Chat messages of "role" and "content"."""
     ability: str
     reward_model: dict[str, str]
-    """"style" and "ground_truth"."""
+    """"style" and "ground_truth"; without the latter where the record has none."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     """Whatever else the record says, as JSON can say it; no value is None."""
+    where: str = field(default="", compare=False)
+    """File and line that it was read from, for messages."""
 
 
 def reference_answer(answer: str, where: str) -> str:
@@ -48,6 +55,11 @@ def reference_answer(answer: str, where: str) -> str:
     if match is None:
         raise DataError(f"{where}: expected an answer with '#### <number>', got {answer[-80:]!r}")
     return match[1].replace(",", "")
+
+
+def _answer_of(answer: str, where: str) -> str:
+    """What a reference answer with its "####" says, or a number that stands alone."""
+    return answer.strip() if _NUMBER.fullmatch(answer) else reference_answer(answer, where)
 
 
 def gsm8k_row(
@@ -65,8 +77,9 @@ def gsm8k_row(
         data_source=data_source,
         prompt=[{"role": "user", "content": f"{question} {instruction}"}],
         ability="math",
-        reward_model={"style": "rule", "ground_truth": reference_answer(answer, where)},
+        reward_model={"style": "rule", "ground_truth": _answer_of(answer, where)},
         extra_info={"answer": answer, "index": index, "question": question, "split": split},
+        where=where,
     )
 
 
@@ -82,7 +95,25 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
         if not is_message or not all(isinstance(text, str) for text in message.values()):
             raise DataError(f"{where}: expected messages of the texts role and content, got {message!r:.120}")
         messages.append({"role": message["role"], "content": message["content"]})
+    _check_roles([message["role"] for message in messages], where)
     return messages
+
+
+def _check_roles(roles: list[str], where: str) -> None:
+    """DataError for roles that chat templates do not know, or in whose order nothing is asked of the policy."""
+    for number, role in enumerate(roles, start=1):
+        if role not in _ROLES:
+            near = _ROLE_OF.get(role.lower()) or difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.0)[0]
+            raise DataError(
+                f"{where}: message {number} has the role {role!r}; expected one of {', '.join(_ROLES)} (use {near})"
+            )
+        if role == "system" and number > 1:
+            raise DataError(f"{where}: message {number} is the system's; expected it to be the first")
+    if roles[-1] not in ("user", "tool"):
+        raise DataError(
+            f"{where}: the last message is of the role {roles[-1]}, so that nothing is asked; expected a prompt that "
+            "ends with the user's turn (a reference answer belongs in a column of its own)"
+        )
 
 
 def _ground_truth_text(value: Any, where: str) -> str:
@@ -96,25 +127,37 @@ def _ground_truth_text(value: Any, where: str) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
 
 
-def _reward_model(record: Mapping[str, Any], where: str) -> dict[str, str]:
+def _reward_model(record: Mapping[str, Any], where: str, needs_ground_truth: bool) -> dict[str, str]:
     stated = record.get("reward_model")
-    if isinstance(stated, Mapping) and stated.get("ground_truth") is not None:
-        text = _ground_truth_text(stated["ground_truth"], f"{where}, reward_model")
-        return {"style": str(stated.get("style") or "rule"), "ground_truth": text}
-    for key in _GROUND_TRUTH_KEYS[1:]:
+    style = "rule"
+    if isinstance(stated, Mapping):
+        style = str(stated.get("style") or style)
+        if stated.get("ground_truth") is not None:
+            text = _ground_truth_text(stated["ground_truth"], f"{where}, reward_model")
+            return {"style": style, "ground_truth": text}
+    for key in _GROUND_TRUTH_KEYS:
         if record.get(key) is not None:
-            return {"style": "rule", "ground_truth": _ground_truth_text(record[key], f"{where}, {key}")}
+            return {"style": style, "ground_truth": _ground_truth_text(record[key], f"{where}, {key}")}
+    if not needs_ground_truth:
+        return {"style": style}
     raise DataError(
         f"{where}: expected a ground truth in the column answer, ground_truth or reward_model, got the columns "
-        f"{', '.join(record)}; add one of them (preference or demonstration data without ground truth cannot be "
-        "scored by a reward function: use it with an offline objective)"
+        f"{', '.join(record)}; add one of them, or grade without one, by reward_model.type=model, api or custom "
+        "(preference or demonstration data without ground truth is for offline objectives)"
     )
 
 
 def _prompt_row(
-    record: Mapping[str, Any], prompt_key: str, *, split: str, index: int, data_source: str, where: str
+    record: Mapping[str, Any],
+    prompt_key: str,
+    *,
+    split: str,
+    index: int,
+    data_source: str,
+    where: str,
+    needs_ground_truth: bool,
 ) -> PromptRow:
-    reward_model = _reward_model(record, where)
+    reward_model = _reward_model(record, where, needs_ground_truth)
     source = record.get("data_source") or data_source
     extra = plain_value(record.get("extra_info") or {}, f"{where}, column extra_info")
     if not isinstance(extra, dict):
@@ -130,6 +173,7 @@ def _prompt_row(
         ability=str(record.get("ability") or "general"),
         reward_model=reward_model,
         extra_info={**others, **extra},
+        where=where,
     )
 
 
@@ -142,18 +186,26 @@ def row_from_record(
     fallback_source: str,
     prompt_key: str,
     where: str,
+    needs_ground_truth: bool = True,
 ) -> PromptRow:
-    """One row from a JSON object or Parquet record; `where` begins every DataError.
+    """One row from a JSON object, a Parquet record or a line of CSV; `where` begins every DataError.
 
     Records with `prompt_key` keep their own data_source, else take `data_source`, else `fallback_source`. Records with
-    question and answer are GSM8K's. Anything else is refused, naming the columns that are there.
+    question and answer are GSM8K's, unless `data_source` says otherwise and no answer has a "####": then the question
+    is the prompt as it stands. Anything else is refused, naming the columns that are there.
     """
+    options: dict[str, Any] = {"split": split, "index": index, "where": where}
     if record.get(prompt_key) is not None:
         source = data_source or fallback_source
-        return _prompt_row(record, prompt_key, split=split, index=index, data_source=source, where=where)
+        return _prompt_row(record, prompt_key, data_source=source, needs_ground_truth=needs_ground_truth, **options)
     question, answer = record.get("question"), record.get("answer")
-    if isinstance(question, str) and isinstance(answer, str):
-        return gsm8k_row(question, answer, split=split, index=index, data_source=data_source or GSM8K, where=where)
+    if isinstance(question, str) and answer is not None:
+        answer = _ground_truth_text(answer, f"{where}, answer") if not isinstance(answer, str) else answer
+        source = data_source or str(record.get("data_source") or GSM8K)
+        if source in _GSM8K_FORMAT or "####" in answer:
+            return gsm8k_row(question, answer, data_source=source, **options)
+        plain = {**record, "answer": answer}
+        return _prompt_row(plain, "question", data_source=source, needs_ground_truth=True, **options)
     present = [key for key, value in record.items() if value is not None]
     missing = "answer" if question is not None else prompt_key
     raise DataError(

@@ -67,9 +67,24 @@ Example: ("000003/train-0000007", 0, 1.0, {"gsm8k": 1.0}, "6", true, null).
 """
 
 
-def scores(role: str) -> pa.Schema:
-    """Log-probs (nats, at the sampling temperature) of the sampled tokens under `role`: "policy" or "reference"."""
-    return pa.schema([*_KEY, (f"{role}_log_probs", pa.list_(pa.float32()))])
+def scores(role: str, *, with_sum_pi_squared: bool = False) -> pa.Schema:
+    """Log-probs (nats, at the sampling temperature) of the sampled tokens under `role`: "policy" or "reference".
+
+    `sum_pi_squared`, where it is wanted, is the sum over the vocabulary of squared probabilities at each token.
+    """
+    more = [("sum_pi_squared", pa.list_(pa.float32()))] if with_sum_pi_squared else []
+    return pa.schema([*_KEY, (f"{role}_log_probs", pa.list_(pa.float32())), *more])
+
+
+TOKEN_REWARDS = pa.schema([*_KEY, ("token_rewards", pa.list_(pa.float32()))])
+"""Rewards of single tokens, beside REWARDS, where the reward gives them; null for a rollout whose reward is one number.
+"""
+
+VALUES = pa.schema([*_KEY, ("values", pa.list_(pa.float32()))])
+"""What the critic expects of the rest of the completion, before each completion token."""
+
+IMPORTANCE_WEIGHTS = pa.schema([*_KEY, ("importance_weights", pa.list_(pa.float32()))])
+"""Rollout correction's weight of each completion token, beside TRAJECTORIES, where it is on."""
 
 
 TRAJECTORIES = pa.schema(

@@ -1,8 +1,8 @@
 """Reads the prompts that users bring, wherever they are, into rows of verl's schema.
 
-A source is a file (JSON Lines or Parquet), a folder with one file a split, the same below `s3://`, the id of a data set
-on the hub, or `ratchet/word-problems?level=1&size=512&seed=0`; `~` is the home folder. The trap: `openai/gsm8k` is a
-path before it is an id; a local file or folder of that name wins.
+A source is a file (JSON Lines, CSV or Parquet), a folder with one file a split, the same below `s3://`, the id of a
+data set on the hub, or `ratchet/word-problems?level=1&size=512&seed=0`; `~` is the home folder. The trap:
+`openai/gsm8k` is a path before it is an id; a local file or folder of that name wins.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl
 
 from ratchet.data import word_problems
+from ratchet.data.frames import csv_records
 from ratchet.data.json_lines import json_lines_of
 from ratchet.data.prompt_rows import GSM8K, INSTRUCTION, SHORT_INSTRUCTION, PromptRow, gsm8k_row, row_from_record
 from ratchet.data.verl_parquet import parquet_records, write_verl_parquet
@@ -24,21 +25,35 @@ logger = logging.getLogger(__name__)
 __all__ = ["PromptRow", "load_rows", "preprocess", "split_of_file", "write_verl_parquet"]
 
 WORD_PROBLEMS = "ratchet/word-problems"
-_SUFFIXES = (".parquet", ".jsonl", ".json")
+_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _DATASET_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_CONFIGS = {GSM8K: "main", "gsm8k": "main"}
 _SPLITS = ("train", "test")
 _INSTRUCTIONS = {"steps": INSTRUCTION, "short": SHORT_INSTRUCTION}
 
 
-def load_rows(spec: str, *, split: str, data_source: str | None = None, prompt_key: str = "prompt") -> list[PromptRow]:
+def load_rows(
+    spec: str,
+    *,
+    split: str,
+    data_source: str | None = None,
+    prompt_key: str = "prompt",
+    needs_ground_truth: bool = True,
+) -> list[PromptRow]:
     """All rows of a source, in its order; `split` is "train" or "test".
 
     `split` picks the file of a folder or the part of a data set, and goes into GSM8K's rows; a single file is read
-    whole. `data_source` is for rows that name none themselves. DataError names the file, and the line or row.
+    whole. `data_source` is for rows that name none themselves. DataError names the file, and the line or row; each row
+    remembers its own (`PromptRow.where`). Rows without a ground truth are refused, unless `needs_ground_truth` is
+    false.
     """
     spec = _location(spec)
-    options = {"split": split, "data_source": data_source, "prompt_key": prompt_key}
+    options: dict[str, Any] = {
+        "split": split,
+        "data_source": data_source,
+        "prompt_key": prompt_key,
+        "needs_ground_truth": needs_ground_truth,
+    }
     if spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists():
         rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
     elif spec.startswith("s3://") or Path(spec).exists():
@@ -65,8 +80,8 @@ def _row(record: dict[str, Any], where: str, index: int, fallback_source: str, *
 
 def _rows_of_file(name: str, body: bytes, **options: Any) -> Iterator[PromptRow]:
     is_parquet = name.endswith(".parquet")
-    records = parquet_records(body, name) if is_parquet else json_lines_of(body, name)
-    for index, (number, record) in enumerate(records):
+    read = parquet_records if is_parquet else csv_records if name.endswith(".csv") else json_lines_of
+    for index, (number, record) in enumerate(read(body, name)):
         where = f"{name}, {'row' if is_parquet else 'line'} {number}"
         yield _row(record, where, index, PurePosixPath(name).stem, **options)
 
@@ -90,7 +105,7 @@ def _files(spec: str, split: str) -> Iterator[tuple[str, bytes]]:
     store = open_store(spec.rstrip("/"))
     keys = [info.key for info in store.list_objects("")]
     # A shard of the hub's own layout is `main/train-00000-of-00001.parquet`.
-    pattern = re.compile(rf"(?:(?:main|data)/)?{re.escape(split)}(?:-\d+-of-\d+)?\.(parquet|jsonl|json)")
+    pattern = re.compile(rf"(?:(?:main|data)/)?{re.escape(split)}(?:-\d+-of-\d+)?\.(parquet|jsonl|json|csv)")
     found = [(key, match[1]) for key in keys if (match := pattern.fullmatch(key)) is not None]
     if not found:
         raise DataError(

@@ -1,148 +1,85 @@
 """Log-probs and entropies of sampled tokens from a causal language model, over packed sequences.
 
-Trap: the hidden state at place t scores the token at place t + 1, and the model must run with `use_cache=False`, since
-with a cache transformers lets packed sequences see each other. The logits of all tokens, [T, V], never exist at once,
-in neither direction: they are computed in chunks, and again in the backward pass.
+Trap: the logits of all tokens, [T, V], never exist at once, in neither direction: they are computed one block of the
+vocabulary after another, and again in the backward pass. A block of the output layer's gradient is then one product
+over all tokens, so that nothing of the layer's size is ever summed up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ratchet.data.packing import pack_by_tokens
-from ratchet.engines.packed_attention import attention_arguments, use_packed_attention
-from ratchet.errors import DataError, EngineError
+from ratchet.engines.packed import PackedModel, PackedTokens
+from ratchet.errors import EngineError
 
+NUM_BLOCKS = 32
+"""Blocks of the vocabulary where memory is not the limit: two of them, what is needed at once, are 6% of all logits.
+
+Blocks are part of the arithmetic: they must not depend on the machine.
+"""
+MIN_BLOCK_ELEMENTS = 2**20
+"""Smaller blocks than 4 MiB in float32 save nothing and cost calls."""
 CHUNK_ELEMENTS = 2**25
-"""Logits of one chunk, 128 MiB in float32. Chunks are part of the arithmetic: they must not depend on the machine."""
+"""Most logits of a block, 128 MiB in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTokens:
-    """Sequences laid one after another, and the tokens among them that are scored (N of T)."""
+class TokenScores(NamedTuple):
+    """What a forward says of N scored tokens, each float32 [N]; None where it was not asked."""
 
-    input_ids: Tensor
-    """int64 [1, T]."""
-    position_ids: Tensor
-    """int64 [1, T], from 0 in each sequence."""
-    sequence_lengths: list[int]
-    """Tokens of each sequence; they sum to T."""
-    predictors: Tensor
-    """int64 [N]: the place whose hidden state predicts the scored token, one before it."""
-    targets: Tensor
-    """int64 [N]: the scored token ids."""
+    log_probs: Tensor
+    """Nats, at the temperature."""
+    entropy: Tensor | None
+    """Of the distribution before each token, nats."""
+    sum_pi_squared: Tensor | None
+    """Sum over the vocabulary of the squared probabilities before each token; without gradient."""
 
 
-def pack(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    masks: Sequence[Sequence[bool]] | None,
-    device: torch.device,
-) -> PackedTokens:
-    """Pack prompt + completion of each row; the completion tokens inside `masks` (None: all) are scored, in row order.
-
-    No rows give one dummy token and nothing scored, so that a rank without work can join its peers' collectives. Raises
-    DataError for a completion without a prompt, whose first token nothing predicts.
-    """
-    ids: list[int] = []
-    positions: list[int] = []
-    lengths: list[int] = []
-    predictors: list[int] = []
-    targets: list[int] = []
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if not prompt:
-            raise DataError(f"expected at least one prompt token, got none in row {row}")
-        first = len(ids) + len(prompt) - 1
-        for place, token in enumerate(completion):
-            if masks is None or masks[row][place]:
-                predictors.append(first + place)
-                targets.append(token)
-        ids += [*prompt, *completion]
-        lengths.append(len(prompt) + len(completion))
-        positions += range(lengths[-1])
-    if not lengths:
-        ids, positions, lengths = [0], [0], [1]
-    return PackedTokens(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        sequence_lengths=lengths,
-        predictors=torch.tensor(predictors, dtype=torch.long, device=device),
-        targets=torch.tensor(targets, dtype=torch.long, device=device),
-    )
-
-
-class PackedLogProbs(nn.Module):
-    """A causal language model that answers with log-probs instead of logits.
-
-    Dropout is switched off for good: a ratio of probabilities means nothing if either is noisy.
-    """
+class PackedLogProbs(PackedModel):
+    """A causal language model that answers with log-probs instead of logits."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
-        super().__init__()
+        super().__init__(model)
         if temperature <= 0:
             raise EngineError(f"expected a temperature above 0, got {temperature}")
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
             raise EngineError(f"expected an output layer without bias, got {head} in {type(model).__name__}")
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        use_packed_attention(model)
-        self.model: Any = model
         self.temperature = temperature
         self.scale, self.softcap = _logit_options(model.config)
 
     def forward(
-        self, packed: PackedTokens, *, with_entropy: bool = False, entropy_needs_grad: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [N] (nats, float32, at the temperature) of the scored tokens, and the entropy [N] before each."""
-        outputs = self.model.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            **attention_arguments(packed.sequence_lengths, packed.input_ids.device),
-        )
-        hidden = outputs.last_hidden_state[0].index_select(0, packed.predictors)
+        self,
+        packed: PackedTokens,
+        *,
+        with_entropy: bool = False,
+        entropy_needs_grad: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> TokenScores:
+        """Log-probs [N] of the scored tokens, and what else is asked for."""
+        hidden = self.hidden(packed)
         weight = self.model.get_output_embeddings().weight
-        log_probs, entropy = _chunked_log_probs(
-            hidden, weight, packed.targets, self.scale, self.softcap, self.temperature, with_entropy
+        log_probs, entropy, squares = _chunked_log_probs(
+            hidden,
+            weight,
+            packed.targets,
+            (self.scale, self.softcap, self.temperature),
+            with_entropy,
+            with_sum_pi_squared,
         )
-        if not with_entropy:
-            return log_probs, None
-        return log_probs, entropy if entropy_needs_grad else entropy.detach()
-
-
-def score(
-    forward: Callable[[PackedTokens], Tensor],
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    device: torch.device,
-) -> list[list[float]]:
-    """Log-probs of every completion token, row by row; rows are packed by length and come back in their own order."""
-    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    wanted = [row for row, completion in enumerate(completions) if completion]
-    scored: list[list[float]] = [[] for _ in completions]
-    for places in pack_by_tokens([lengths[row] for row in wanted], max_tokens):
-        rows = [wanted[place] for place in places]
-        packed = pack([prompts[row] for row in rows], [completions[row] for row in rows], None, device)
-        values = iter(forward(packed).tolist())
-        for row in rows:
-            scored[row] = [next(values) for _ in completions[row]]
-    return scored
+        if not entropy_needs_grad:
+            entropy = entropy.detach()
+        return TokenScores(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """hidden [N, H], weight [V, H], targets [N] to log-probs [N] and entropy [N], both float32 or wider.
+    """hidden [N, H], weight [V, H], targets [N] to log-probs, entropy, sum of squares, [N] each, float32 or wider.
 
     The gradient of a log-prob by the logits z is onehot - p, that of the entropy S is -p * (log p + S). Logits are
-    recomputed chunk by chunk in the backward pass; only their log-sum-exp is kept.
+    recomputed block by block in the backward pass; only their log-sum-exp is kept.
     """
 
     @staticmethod
@@ -151,60 +88,84 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        scale: float,
-        softcap: float | None,
-        temperature: float,
+        options: tuple[float, float | None, float],
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        options = (scale, softcap, temperature)
+        with_squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, normaliser, entropy = (hidden.new_zeros(len(targets), dtype=dtype) for _ in range(3))
-        for rows in _chunks(len(targets), weight.shape[0]):
-            logits, _ = _logits(hidden[rows], weight, *options)
-            total = torch.logsumexp(logits, dim=-1)
-            normaliser[rows] = total
-            log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - total
+        blocks = list(_blocks(len(targets), weight.shape[0]))
+        # Of each block: the largest logit; relative to it the sums of e^z, e^z z and e^2z; the target's logit.
+        largest, total, dot, square = (hidden.new_zeros(len(blocks), len(targets), dtype=dtype) for _ in range(4))
+        chosen = hidden.new_zeros(len(targets), dtype=dtype)
+        for index, block in enumerate(blocks):
+            logits, _ = _logits(hidden, weight[block], *options)
+            place, is_inside = _places(targets, block)
+            chosen = torch.where(is_inside, logits.gather(1, place)[:, 0], chosen)
+            torch.amax(logits, -1, out=largest[index])
+            logits.sub_(largest[index, :, None])
+            powers = torch.exp(logits)
+            torch.sum(powers, -1, out=total[index])
+            if with_squares:
+                square[index] = torch.linalg.vector_norm(powers, dim=-1).square_()
             if with_entropy:
-                entropy[rows] = total - (torch.exp(logits - total[:, None]).mul_(logits)).sum(-1)
+                torch.sum(powers.mul_(logits), -1, out=dot[index])
+        top = largest.amax(0)
+        shift = largest - top
+        factor = shift.exp()
+        sums = (factor * total).sum(0)
+        normaliser = top + sums.log()
+        entropy, squares = torch.zeros_like(top), torch.zeros_like(top)
+        if with_entropy:
+            entropy = sums.log() - (factor * (dot + total * shift)).sum(0) / sums
+        if with_squares:
+            squares = (factor.square() * square).sum(0) / sums.square()
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
         ctx.options = options
+        ctx.mark_non_differentiable(squares)
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return chosen - normaliser, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        by_log_prob, by_entropy = gradients
-        d_hidden = torch.zeros_like(hidden)
-        # Chunks are summed in float32: many small bfloat16 additions would lose the last ones.
-        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for rows in _chunks(len(targets), weight.shape[0]):
-            logits, slope = _logits(hidden[rows], weight, *ctx.options)
-            log_p = logits.sub_(normaliser[rows, None])
-            p = log_p.exp()
-            d_logits = torch.zeros_like(p)
-            if by_log_prob is not None:
-                d_logits = p * -by_log_prob[rows, None]
-                d_logits.scatter_add_(1, targets[rows, None], by_log_prob[rows, None].to(d_logits.dtype))
-            if by_entropy is not None:
-                d_logits -= p.mul_(log_p.add_(entropy[rows, None])).mul_(by_entropy[rows, None])
+        by_log_prob, by_entropy, _ = gradients
+        if by_log_prob is None:
+            by_log_prob = torch.zeros_like(normaliser)
+        # Summed in float32: many small bfloat16 additions would lose the last ones.
+        d_hidden = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        d_weight = torch.empty_like(weight)
+        for block in _blocks(len(targets), weight.shape[0]):
+            part = weight[block]
+            logits, slope = _logits(hidden, part, *ctx.options)
+            log_p = logits.sub_(normaliser[:, None])
+            if by_entropy is None:
+                d_logits = log_p.exp_().mul_(-by_log_prob[:, None])
+            else:
+                d_logits = torch.exp(log_p)
+                log_p.add_(entropy[:, None]).mul_(-by_entropy[:, None]).sub_(by_log_prob[:, None])
+                d_logits.mul_(log_p)
+            place, is_inside = _places(targets, block)
+            d_logits.scatter_add_(1, place, torch.where(is_inside, by_log_prob, 0.0).to(d_logits.dtype)[:, None])
             if isinstance(slope, Tensor) or slope != 1.0:
-                d_logits = d_logits.mul_(slope)
+                d_logits.mul_(slope)
             d_logits = d_logits.to(hidden.dtype)
-            d_hidden[rows] = d_logits @ weight
-            d_weight += d_logits.T @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
+            if d_hidden.dtype == d_logits.dtype:
+                d_hidden.addmm_(d_logits, part)
+            else:
+                d_hidden += d_logits @ part
+            torch.mm(d_logits.T, hidden, out=d_weight[block])
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 
-def _chunked_log_probs(*arguments: Any) -> tuple[Tensor, Tensor]:
-    log_probs, entropy = _ChunkedLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return log_probs, entropy
+def _chunked_log_probs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    log_probs, entropy, squares = _ChunkedLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
+    return log_probs, entropy, squares
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, scale: float, softcap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor | float]:
-    """Logits [n, V] in float32 or wider, and their derivative by the output layer's plain products."""
+    """Logits [N, v] in float32 or wider, and their derivative by the output layer's plain products."""
     logits = functional.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32))
     if scale != 1.0:
         logits.mul_(scale)
@@ -218,9 +179,20 @@ def _logits(
     return logits, slope
 
 
-def _chunks(num_rows: int, num_logits: int) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // num_logits)
-    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+def _blocks(num_rows: int, num_logits: int) -> Iterator[slice]:
+    """Slices of the vocabulary, such that no block holds more than its share of the logits."""
+    share = max(-(-num_rows * num_logits // NUM_BLOCKS), MIN_BLOCK_ELEMENTS)
+    size = max(1, min(share, CHUNK_ELEMENTS) // max(num_rows, 1))
+    # Products are faster with sides of a round number.
+    size = size // 64 * 64 or size
+    return (slice(start, min(start + size, num_logits)) for start in range(0, num_logits, size))
+
+
+def _places(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Column [N, 1] of each target in a block, or any column, and whether it is inside [N]."""
+    place = targets - block.start
+    width = block.stop - block.start
+    return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
 
 
 def _logit_options(config: Any) -> tuple[float, float | None]:

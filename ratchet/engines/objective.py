@@ -1,24 +1,22 @@
 """What a policy update minimises: rows, settings, and the loss of one micro-batch.
 
-Trap: the loss of a micro-batch is its share of the mini-batch's loss, not an average of its own; the shares of all
-micro-batches on all ranks add up to the mini-batch's loss exactly.
+Trap: a policy loss may come with an aggregation that it is defined with; entropy and KL are aggregated as configured
+all the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.aggregation import LossAggMode, LossTotals, token_weights
+from ratchet.algorithms.aggregation import LossAggMode, LossTotals
+from ratchet.algorithms.batch import LossBatch, LossOptions
+from ratchet.algorithms.catalog import POLICY_LOSSES, Entry
 from ratchet.algorithms.kl import KLKind, kl_estimate
-from ratchet.algorithms.losses import ppo_clip_loss
-from ratchet.engines.optimizer import LRScheduler
-from ratchet.errors import ConfigError, DataError, NumericsError
-
-SUMMED = ("loss", "pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "diff", "diff_squared")
-"""What a micro-batch contributes to the metrics, in the order of its sums."""
+from ratchet.engines.training import Share, TrainingSettings, check_columns, loss_tokens, loss_weights
+from ratchet.errors import ConfigError, DataError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,140 +31,130 @@ class TrainRow:
     completion_token_ids: list[int]
     advantages: list[float]
     behaviour_log_probs: list[float]
-    """Log-probs (nats, at the temperature) under the policy that sampled."""
+    """Log-probs (nats, at the temperature) under the policy that the ratio is taken against."""
     loss_mask: list[bool]
     """False keeps a token in the attention and out of the loss."""
     reference_log_probs: list[float] | None = None
     """Needed where `kl_loss_coef` is not 0."""
+    importance_weights: list[float] | None = None
+    """Rollout correction's factors on the loss; all rows have them or none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerSettings:
-    """How to train; names follow verl's configuration where it has one."""
+class TrainerSettings(TrainingSettings):
+    """How to train a policy."""
 
-    lr: float
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = 1e-8
-    grad_clip: float | None = 1.0
-    """Largest gradient norm; None clips nothing."""
-    lr_scheduler: LRScheduler = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    min_lr_ratio: float = 0.0
-    ppo_epochs: int = 1
-    mini_batch_size: int
-    """Rows per optimizer step, over all ranks."""
-    shuffle: bool = False
-    """Whether mini-batches are drawn from a permutation of (seed, step, epoch) instead of in the order of the rows."""
-    seed: int = 0
-    max_tokens_per_micro_batch: int = 16384
-    """Packed tokens that a rank runs at once, unless `micro_batch_size` is given; a longer row runs alone."""
-    micro_batch_size: int | None = None
-    """Rows that a rank runs at once."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_c: float = 3.0
-    loss_agg_mode: LossAggMode = "token-mean"
-    loss_norm_length: float | None = None
-    """Tokens, the divisor of "seq-mean-token-sum-norm"."""
+    policy_loss: str = "vanilla"
+    """A name of `POLICY_LOSSES`."""
+    loss_options: LossOptions = field(default_factory=LossOptions)
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
     kl_loss_type: KLKind = "low_var_kl"
     temperature: float = 1.0
     """The sampling temperature; log-probs are compared at it."""
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of forward and backward; weights and optimizer stay float32."""
-    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        counts = ("mini_batch_size", "ppo_epochs", "max_tokens_per_micro_batch", "micro_batch_size", "total_steps")
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"expected {name} of at least 1, got {value}")
-        for name in ("lr", "weight_decay", "warmup_steps", "clip_low", "clip_high", "entropy_coeff", "kl_loss_coef"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"expected {name} of at least 0, got {getattr(self, name)}")
-        for name, bound in (("temperature", 0.0), ("grad_clip", 0.0), ("clip_c", 1.0)):
-            value = getattr(self, name)
-            if value is not None and not value > bound:
-                raise ConfigError(f"expected {name} above {bound}, got {value}")
-        if self.lr_scheduler != "constant" and self.total_steps is None:
-            raise ConfigError(f"expected total_steps for lr_scheduler {self.lr_scheduler!r}, got None")
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.loss_norm_length:
-            raise ConfigError(f"expected loss_norm_length for {self.loss_agg_mode}, got {self.loss_norm_length}")
+        TrainingSettings.__post_init__(self)
+        self.check_bounds(0.0, "entropy_coeff", "kl_loss_coef")
+        self.check_above(0.0, "temperature")
+        self.loss_entry()
+        options = self.loss_options
+        if not (options.clip_ratio_low >= 0 and options.clip_ratio_high >= 0):
+            bounds = f"{options.clip_ratio_low} and {options.clip_ratio_high}"
+            raise ConfigError(f"expected clip_ratio_low and clip_ratio_high of at least 0, got {bounds}")
+        if not options.clip_ratio_c > 1:
+            raise ConfigError(f"expected clip_ratio_c above 1, got {options.clip_ratio_c}")
+
+    def loss_entry(self) -> Entry:
+        """The policy loss; ConfigError where there is none of the name."""
+        try:
+            return POLICY_LOSSES.get(self.policy_loss)
+        except ValueError as error:
+            raise ConfigError(f"expected a policy_loss of the catalog: {error}") from error
 
 
 def check_rows(rows: Sequence[TrainRow], settings: TrainerSettings) -> None:
     """Raise DataError for lists of unequal length, NumericsError for a number in the loss that is not finite."""
+    num_weighted = sum(row.importance_weights is not None for row in rows)
+    if num_weighted not in (0, len(rows)):
+        raise DataError(f"expected importance_weights in all rows or in none, got {num_weighted} of {len(rows)}")
     for index, row in enumerate(rows):
         columns = {"advantages": row.advantages, "behaviour_log_probs": row.behaviour_log_probs}
+        if row.importance_weights is not None:
+            columns["importance_weights"] = row.importance_weights
         if settings.kl_loss_coef:
             if row.reference_log_probs is None:
                 raise DataError(f"row {index} has no reference_log_probs, which kl_loss_coef needs")
             columns["reference_log_probs"] = row.reference_log_probs
-        expected = len(row.completion_token_ids)
-        for name, column in (columns | {"loss_mask": row.loss_mask}).items():
-            if len(column) != expected:
-                raise DataError(f"row {index} has {len(column)} {name} for {expected} completion tokens")
-        if not row.prompt_token_ids and any(row.loss_mask):
-            raise DataError(f"row {index} has no prompt token")
-        mask = torch.tensor(row.loss_mask, dtype=torch.bool)
-        for name, column in columns.items():
-            if not bool(torch.isfinite(torch.tensor(column, dtype=torch.float64)[mask]).all()):
-                raise NumericsError(f"row {index} has {name} in the loss that are not finite")
+        check_columns(index, row, columns)
 
 
 def micro_batch_loss(
-    log_probs: Tensor, entropy: Tensor, rows: Sequence[TrainRow], totals: LossTotals, settings: TrainerSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This micro-batch's share of the loss; its sums (float64, see SUMMED); the largest probability difference.
+    log_probs: Tensor,
+    entropy: Tensor,
+    rows: Sequence[TrainRow],
+    totals: LossTotals,
+    settings: TrainerSettings,
+    selection: Tensor | None = None,
+) -> Share:
+    """This micro-batch's share of the loss, with what the metrics are made of.
 
-    `log_probs` and `entropy` [N] belong to the tokens of `rows` inside their loss masks, in order. Sums are weighted
-    as the loss is, but "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl" and the differences between the probabilities
-    under this policy and the behaviour policy, which are plain sums over tokens.
+    `log_probs`, `entropy` and `selection` [N] belong to the tokens of `rows` inside their loss masks, in order. "loss",
+    "pg_loss", "kl_loss" and "entropy" are weighted as the loss is; the others are plain sums over tokens: what the
+    policy loss measures under its name with "token/" before it, and "diff" and "diff_squared", of the differences
+    between the probabilities under this policy and the behaviour policy, whose largest is "diff" of `largest`.
     """
     device = log_probs.device
-    counts = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.long)
-    weights = token_weights(
-        counts, mode=settings.loss_agg_mode, totals=totals, norm_length=settings.loss_norm_length
-    ).repeat_interleave(counts)
-    weights = weights.to(device, torch.float32)
-    behaviour = _masked([row.behaviour_log_probs for row in rows], rows, device)
-    per_token, metrics = ppo_clip_loss(
-        log_probs,
-        behaviour,
-        _masked([row.advantages for row in rows], rows, device),
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        clip_c=settings.clip_c,
-    )
-    pg_loss = (per_token * weights).sum()
-    weighted_entropy = (entropy * weights).sum()
+    entry = settings.loss_entry()
+
+    def weights(mode: LossAggMode) -> Tensor:
+        return loss_weights(rows, mode, totals, settings.loss_norm_length, device)
+
+    behaviour = loss_tokens([row.behaviour_log_probs for row in rows], rows, device)
+    per_token, metrics = _policy_loss(entry, log_probs, behaviour, rows, settings.loss_options, selection)
+    configured = weights(settings.loss_agg_mode)
+    own = configured if entry.loss_agg_mode is None else weights(cast(LossAggMode, entry.loss_agg_mode))
+    pg_loss = (per_token * own).sum()
+    weighted_entropy = (entropy * configured).sum()
     loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * weighted_entropy
     if settings.kl_loss_coef:
-        reference = _masked([row.reference_log_probs or [] for row in rows], rows, device)
-        kl_loss = (kl_estimate(log_probs, reference, settings.kl_loss_type) * weights).sum()
+        reference = loss_tokens([row.reference_log_probs or [] for row in rows], rows, device)
+        kl_loss = (kl_estimate(log_probs, reference, settings.kl_loss_type) * configured).sum()
         loss = loss + settings.kl_loss_coef * kl_loss
     with torch.no_grad():
         difference = (log_probs.exp() - behaviour.exp()).abs().double()
-        plain = [metrics[name].double().sum() for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")]
-        sums = torch.stack(
-            [value.detach().double() for value in (loss, pg_loss, kl_loss, weighted_entropy)]
-            + [*plain, difference.sum(), difference.square().sum()]
-        )
-        largest = difference.max() if difference.numel() else difference.new_zeros(())
-    return loss, sums, largest
+        named = {"loss": loss, "pg_loss": pg_loss, "kl_loss": kl_loss, "entropy": weighted_entropy}
+        sums = {name: value.detach().double() for name, value in named.items()}
+        sums |= {f"token/{name}": value.detach().double().sum() for name, value in metrics.items()}
+        sums |= {"diff": difference.sum(), "diff_squared": difference.square().sum()}
+    return Share(loss, sums, {"diff": difference.max()})
 
 
-def _masked(columns: Sequence[Sequence[float]], rows: Sequence[TrainRow], device: torch.device) -> Tensor:
-    values = [
-        value
-        for column, row in zip(columns, rows, strict=True)
-        for value, is_used in zip(column, row.loss_mask, strict=True)
-        if is_used
-    ]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+def _policy_loss(
+    entry: Entry,
+    log_probs: Tensor,
+    behaviour: Tensor,
+    rows: Sequence[TrainRow],
+    options: LossOptions,
+    selection: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    device = log_probs.device
+    counts = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.long)
+    given = [row.importance_weights for row in rows if row.importance_weights is not None]
+    batch = LossBatch(
+        log_probs=log_probs,
+        behaviour_log_probs=behaviour,
+        advantages=loss_tokens([row.advantages for row in rows], rows, device),
+        row_index=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+        num_rows=len(rows),
+        importance_weights=loss_tokens(given, rows, device) if given else None,
+        selection=selection,
+    )
+    per_token, metrics = entry.function()(batch, options)
+    for name, value in {"loss": per_token, **metrics}.items():
+        if value.shape != log_probs.shape:
+            expected, got = list(log_probs.shape), list(value.shape)
+            raise EngineError(f"expected one {name} per token, {expected}, from {entry.name!r}, got {got}")
+    return per_token, metrics

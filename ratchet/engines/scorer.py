@@ -6,24 +6,44 @@ Trap: equal weights do not give equal log-probs under another packing or dtype. 
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from ratchet.engines.log_probs import PackedLogProbs, PackedTokens, score
-from ratchet.engines.model import check_weights, load_causal_lm, torch_dtype
+from ratchet.engines.log_probs import PackedLogProbs
+from ratchet.engines.model import load_causal_lm, torch_dtype
+from ratchet.engines.packed import PackedModel, PackedTokens, score
 from ratchet.engines.process_group import local_device
 
+AnyModel = TypeVar("AnyModel", bound=PackedModel)
 
-class Scorer:
+
+class FrozenModel(Generic[AnyModel]):
     """A model that only scores, on one device, without process group."""
 
-    def __init__(self, module: PackedLogProbs, *, max_tokens_per_micro_batch: int, device: torch.device) -> None:
+    def __init__(self, module: AnyModel, *, max_tokens_per_micro_batch: int, device: torch.device) -> None:
         """Use `from_folder`."""
         self._module = module.eval().requires_grad_(False)
         self._max_tokens = max_tokens_per_micro_batch
         self._device = device
+
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights in place, cast to the compute dtype; a tied output layer may be missing.
+
+        Raises EngineError, before anything is replaced, for a missing or unknown name or a wrong shape.
+        """
+        self._module.load_weights(weights)
+
+    def close(self) -> None:
+        """Give the memory back; the scorer is not usable afterwards."""
+        del self._module
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Scorer(FrozenModel[PackedLogProbs]):
+    """A frozen policy."""
 
     @classmethod
     def from_folder(
@@ -46,34 +66,22 @@ class Scorer:
 
         An empty completion gets an empty list. Raises DataError for an empty prompt.
         """
-        return score(self._score, prompts, completions, max_tokens=self._max_tokens, device=self._device)
+        return self._scores(prompts, completions, with_squares=False)[0]
 
-    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights in place, cast to the compute dtype; a tied output layer may be missing.
+    def scores_with_sum_pi_squared(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """The log-probs, and for each token the sum over the vocabulary of squared probabilities before it."""
+        log_probs, squares = self._scores(prompts, completions, with_squares=True)
+        return log_probs, squares
 
-        Raises EngineError, before anything is replaced, for a missing or unknown name or a wrong shape.
-        """
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        own = dict(self._module.model.named_parameters())
-        names = {id(parameter): name for name, parameter in own.items()}
-        tied = {
-            name: names[id(parameter)]
-            for name, parameter in self._module.model.named_parameters(remove_duplicate=False)
-            if name not in own
-        }
-        given = check_weights(pairs, {name: tuple(parameter.shape) for name, parameter in own.items()}, tied)
-        with torch.no_grad():
-            for name, tensor in given.items():
-                own[name].copy_(tensor)
+    def _scores(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *, with_squares: bool
+    ) -> list[list[list[float]]]:
+        @torch.no_grad()
+        def forward(packed: PackedTokens) -> list[Tensor]:
+            found = self._module(packed, with_sum_pi_squared=with_squares)
+            return [found.log_probs, found.sum_pi_squared] if with_squares else [found.log_probs]
 
-    def close(self) -> None:
-        """Give the memory back; the scorer is not usable afterwards."""
-        del self._module
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    @torch.no_grad()
-    def _score(self, packed: PackedTokens) -> Tensor:
-        log_probs, _ = self._module(packed)
-        assert isinstance(log_probs, Tensor)
-        return log_probs
+        columns = 2 if with_squares else 1
+        return score(forward, prompts, completions, columns=columns, max_tokens=self._max_tokens, device=self._device)

@@ -1,4 +1,4 @@
-"""The policy update on several processes of one node, under torchrun.
+"""The updates of policy and critic on several processes of one node, under torchrun.
 
 Rank 0 runs the stage to its commit; every other rank computes the same stage with it, since the trainer's calls are
 collective, and writes nothing.
@@ -13,12 +13,15 @@ from pathlib import Path
 from ratchet.config import RunConfig, parse_config
 from ratchet.errors import ConfigError, EngineError
 from ratchet.stages.base import Context, run_stage
+from ratchet.stages.critic_update import CriticUpdate
 from ratchet.stages.policy_update import PolicyUpdate
 from ratchet.stages.residents import Residents
 from ratchet.store.artifacts import scratch
 from ratchet.store.run import Run
 
 logger = logging.getLogger(__name__)
+
+_UPDATES = {stage.name: stage for stage in (PolicyUpdate(), CriticUpdate())}
 
 
 def processes(config: RunConfig) -> int:
@@ -34,19 +37,18 @@ def processes(config: RunConfig) -> int:
     return count
 
 
-def launch(run: Run, step: int, count: int) -> None:
-    """Run the policy update of `step` on `count` processes, under the epoch that this process holds."""
+def launch(run: Run, stage: str, step: int, count: int) -> None:
+    """Run an update of `step` on `count` processes, under the epoch that this process holds."""
     owner = run.check_ownership()
-    arguments = ["--root", run.root, "--run-id", run.run_id, "--epoch", str(owner.epoch), "--step", str(step)]
+    arguments = ["--root", run.root, "--run-id", run.run_id, "--epoch", str(owner.epoch)]
+    arguments += ["--stage", stage, "--step", str(step)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     with scratch() as shared:
         program = ["-m", "ratchet.grains.distributed", *arguments, "--shared-folder", str(shared)]
         finished = subprocess.run([*torchrun, *program], check=False)
     run.forget()
     if finished.returncode != 0:
-        raise EngineError(
-            f"the policy update of step {step} on {count} processes ended with code {finished.returncode}"
-        )
+        raise EngineError(f"{stage} of step {step} on {count} processes ended with code {finished.returncode}")
 
 
 def main() -> None:
@@ -56,13 +58,14 @@ def main() -> None:
     parser.add_argument("--root", required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--stage", choices=list(_UPDATES), required=True)
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--shared-folder", type=Path, required=True)
     arguments = parser.parse_args()
 
     run = Run(arguments.root, arguments.run_id)
     config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}")
-    residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), PolicyUpdate()
+    residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), _UPDATES[arguments.stage]
     try:
         if residents.is_main:
             run_stage(stage, run, config, arguments.step, residents)

@@ -83,7 +83,9 @@ def stage(name: str, root: str, run_id: str, submission_id: str, step: int) -> s
 
 def scores(root: str, run_id: str, submission_id: str, step: int) -> str:
     """Run whatever scores this config's step needs; none is fine."""
-    digests = [stage(name, root, run_id, submission_id, step) for name in ("policy_scores", "reference_scores")]
+    digests = [
+        stage(name, root, run_id, submission_id, step) for name in ("policy_scores", "reference_scores", "values")
+    ]
     return ",".join(digest for digest in digests if digest)
 
 

@@ -2,7 +2,7 @@
 
 from ratchet.errors import ConfigError
 from ratchet.grains.session import Session
-from ratchet.stages.base_policy import BasePolicy
+from ratchet.stages.base_models import BaseCritic, BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stages
@@ -16,8 +16,10 @@ MAX_STEPS_AT_STAGE_GRAIN = 20
 
 
 def prepare(session: Session) -> None:
-    """Commit policy version 0 and the prompts."""
+    """Commit version 0 of the policy (and of the critic, where there is one) and the prompts."""
     session.run(BasePolicy(), 0)
+    if session.config.critic_is_needed:
+        session.run(BaseCritic(), 0)
     session.run(Preprocess("train"), None)
     if session.config.data.val_files:
         session.run(Preprocess("val"), None)

@@ -7,18 +7,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
 
 import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains import distributed
+from ratchet.rewards.graders import open_grader
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.residents import Residents
 from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
-from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.tracking.trackers import Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -30,11 +33,13 @@ Listener = Callable[[str, bool], None]
 class Session:
     """A claimed run with its engines and trackers."""
 
-    def __init__(self, run: Run, config: RunConfig, trackers: Trackers, listener: Listener | None = None) -> None:
+    def __init__(
+        self, run: Run, config: RunConfig, trackers: Trackers, residents: Residents, listener: Listener | None = None
+    ) -> None:
         self.store_run = run
         self.config = config
         self.trackers = trackers
-        self.residents = Residents(run, config)
+        self.residents = residents
         self._processes = distributed.processes(config)
         self._listener = listener or (lambda place, is_committed: None)
 
@@ -44,16 +49,17 @@ class Session:
         is_new = self.store_run.manifest(stage.name, step) is None
         if is_new:
             self._listener(place, False)
-        if is_new and stage.name == POLICY_UPDATE and step and self._processes > 1:
-            distributed.launch(self.store_run, step, self._processes)
+        is_update = stage.name in (POLICY_UPDATE, CRITIC_UPDATE) and bool(step)
+        if is_new and is_update and step and self._processes > 1:
+            distributed.launch(self.store_run, stage.name, step, self._processes)
         manifest = run_stage(
             stage, self.store_run, self.config, step, self.residents, keep_trainer_state=keep_trainer_state
         )
         if is_new:
             self.trackers.log(manifest)
             self._listener(place, True)
-            if stage.name == POLICY_UPDATE and step:
-                self._retain_trainer_states(step)
+            if is_update and step:
+                self._retain_trainer_states(stage.name, step)
         if self.config.trainer.grain == "stage":
             self.residents.drop()
         return manifest
@@ -68,16 +74,21 @@ class Session:
             )
         return total
 
-    def _retain_trainer_states(self, newest: int) -> None:
-        """Delete the trainer states before the last two, but for those that trainer.save_freq keeps for good."""
-        save_freq = self.config.trainer.save_freq
-        num_states = 0
+    def _retain_trainer_states(self, stage: str, newest: int) -> None:
+        """Delete the trainer states before the last two, but for those that trainer.save_freq keeps.
+
+        Of these the newest `trainer.max_actor_ckpt_to_keep` stay, all of them without that limit.
+        """
+        save_freq, limit = self.config.trainer.save_freq, self.config.trainer.max_actor_ckpt_to_keep
+        num_states = num_saved = 0
         for step in range(newest, max(0, newest - 4 * self.config.trainer.trainer_state_freq - 4), -1):
-            state = self.store_run.require(POLICY_UPDATE, step).provenance.trainer_state
+            state = self.store_run.require(stage, step).provenance.trainer_state
             if state is None:
                 continue
             num_states += 1
-            if num_states <= 2 or (save_freq > 0 and step % save_freq == 0):
+            is_saved = save_freq > 0 and step % save_freq == 0
+            num_saved += is_saved
+            if num_states <= 2 or (is_saved and (limit is None or num_saved <= limit)):
                 continue
             if not artifacts.is_present(self.store_run.store, state):
                 # Those before it went with it; asking for each of them would cost every step a request a state.
@@ -85,11 +96,12 @@ class Session:
             artifacts.delete(self.store_run.store, state)
 
 
-def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None) -> Run:
+def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None, reward: Any = None) -> Run:
     """Create the run or check that it is the same one, and claim it for a new submission.
 
     A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch. For a new run
-    the model's tokenizer and every prompt are checked first, so that no mistake in them takes the run id.
+    the model's tokenizer and every prompt are checked first, so that no mistake in them takes the run id. `reward` is
+    as in `open_session`.
     """
     distributed.processes(config)
     run = Run(root, run_id)
@@ -98,11 +110,15 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
     if epoch is not None:
         run.adopt(epoch)
         return run
+    if config.trainer.resume_mode == "resume_path":
+        _check_resumes(run, config, is_old)
     if is_old and config.trainer.resume_mode == "disable":
         raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
     if not is_old:
-        _check_sources(config)
+        _check_sources(config, reward)
     run.create_or_check(semantic(config))
+    for file in config.code:
+        run.store.put_create(layout.code(file.sha256, PurePath(file.path).name), file.source.encode())
     run.claim(
         {
             "submission_id": submission_id,
@@ -115,15 +131,26 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
     return run
 
 
-def _check_sources(config: RunConfig) -> None:
+def _check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:
+    named = config.trainer.resume_from_path.rstrip("/")
+    if named not in (run.uri, f"{run.root}/{run.run_id}"):
+        raise ConfigError(f"trainer.resume_from_path is {named}, but this is run {run.uri}; name one run")
+    if not is_old:
+        raise ConfigError(f"trainer.resume_from_path is {named}, where no run is")
+
+
+def _check_sources(config: RunConfig, reward: Any) -> None:
     for key in ("actor_rollout_ref.model.path", "data.train_files"):
         if not config.value(key):
             raise ConfigError(f"{key} is not set: a run needs a model and training prompts")
     from ratchet.engines.model import load_tokenizer, resolve_model_folder
 
     tokenizer = load_tokenizer(resolve_model_folder(config.actor_rollout_ref.model.path))
+    if config.critic_is_needed and config.critic.model.path:
+        resolve_model_folder(config.critic.model.path)
+    grader = open_grader(config, custom=reward)
     for split in ("train", "val") if config.data.val_files else ("train",):
-        Preprocess(split).usable(config, tokenizer)
+        Preprocess(split).usable(config, tokenizer, grader)
 
 
 def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, RunConfig]:
@@ -143,10 +170,13 @@ def open_session(
     *,
     echo: Callable[[str], None] | None = None,
     is_last: bool = True,
+    reward: Any = None,
+    mesh: Any = None,
 ) -> Iterator[Session]:
     """Open the trackers, bring them up to date, and close everything at the end, whatever happens.
 
-    `echo` gets the console tracker's lines. `is_last` says whether the run ends with this session.
+    `echo` gets the console tracker's lines. `is_last` says whether the run ends with this session. `reward` is a reward
+    object of this process and `mesh` its device mesh, where they are not to be made from the config.
     """
     trackers = open_trackers(
         config.trainer.logger,
@@ -156,7 +186,7 @@ def open_session(
         params=config.model_dump(mode="json"),
         echo=echo,
     )
-    session = Session(run, config, trackers, listener)
+    session = Session(run, config, trackers, Residents(run, config, live_reward=reward, mesh=mesh), listener)
     try:
         trackers.catch_up()
         yield session

@@ -1,26 +1,22 @@
-"""Finds the reward function of a data source.
+"""The rule rewards: which function grades the rows of a data source.
 
 The trap: a source without one is an error before anything is sampled, so callers ask here first; the error names what
 is known, and the caller, who knows the row, adds which one it was.
 """
 
 import difflib
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from ratchet.errors import DataError
-from ratchet.rewards.gsm8k import Gsm8kMode, grade
+from ratchet.errors import ConfigError, DataError
+from ratchet.rewards.gsm8k import Gsm8kMode, grade, ground_truth_value
+from ratchet.rewards.hooks import keyword_call
+from ratchet.rewards.results import RewardResult, as_result
 
+__all__ = ["RewardFunction", "RewardResult", "Rule", "register_reward", "reward_for", "rule_for"]
 
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """One completion's reward. Example: RewardResult(1.0, {"gsm8k": 1.0}, "72", True)."""
-
-    reward: float
-    breakdown: dict[str, float] = field(default_factory=dict)
-    """What the reward is made of, by name."""
-    extracted: str | None = None
-    is_parseable: bool = True
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class RewardFunction(Protocol):
@@ -31,12 +27,55 @@ class RewardFunction(Protocol):
     ) -> RewardResult: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the rows of one data source are graded."""
+
+    function: Callable[..., Any]
+    """`(data_source, solution_str, ground_truth, extra_info)`; returns a number, a dict with "score", or a result."""
+    needs_ground_truth: bool = True
+    check_ground_truth: Callable[[str], object] | None = None
+    """Raises DataError for a ground truth that no completion could match."""
+
+
 GSM8K_DATA_SOURCES = ("openai/gsm8k", "ratchet/word-problems")
+
+_REGISTERED: dict[str, Rule] = {}
 
 
 def known_data_sources() -> tuple[str, ...]:
     """The data sources that have a reward function of their own."""
-    return GSM8K_DATA_SOURCES
+    return (*GSM8K_DATA_SOURCES, *_REGISTERED)
+
+
+def register_reward(
+    data_source: str,
+    *,
+    needs_ground_truth: bool = True,
+    check_ground_truth: Callable[[str], object] | None = None,
+) -> Callable[[Function], Function]:
+    """Decorate the function that grades rows of `data_source`; its arguments and result are those of verl's hook.
+
+    A name is taken once: ConfigError where another function has it. The same function may come again, as when its file
+    is loaded twice.
+    """
+
+    def register(function: Function) -> Function:
+        known = _REGISTERED.get(data_source)
+        if data_source in GSM8K_DATA_SOURCES or (known is not None and not _is_same(known.function, function)):
+            raise ConfigError(f"the reward of data_source {data_source!r} exists already; choose another name")
+        _REGISTERED[data_source] = Rule(function, needs_ground_truth, check_ground_truth)
+        return function
+
+    return register
+
+
+def _is_same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two functions are one that was loaded again: modules by path get another name each time."""
+    if one is other:
+        return True
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    return codes[0] is not None and codes[0] == codes[1] and one.__qualname__ == other.__qualname__
 
 
 def gsm8k_reward(mode: Gsm8kMode = "default") -> RewardFunction:
@@ -44,15 +83,18 @@ def gsm8k_reward(mode: Gsm8kMode = "default") -> RewardFunction:
 
     def reward(data_source: str, completion: str, ground_truth: str, extra_info: dict[str, Any]) -> RewardResult:
         result = grade(completion, ground_truth, mode)
-        return RewardResult(result.reward, {"gsm8k": result.reward}, result.extracted, result.is_parseable)
+        return RewardResult(result.reward, {}, result.extracted, result.is_parseable)
 
     return reward
 
 
-def reward_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> RewardFunction:
-    """The reward function of `data_source`; DataError names the known ones, the most similar first."""
+def rule_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> Rule:
+    """The rule of `data_source`; DataError names the known ones, the most similar first."""
     if data_source in GSM8K_DATA_SOURCES:
-        return gsm8k_reward(gsm8k_mode)
+        # verl's modes compare texts: whatever the ground truth is, a completion may repeat it.
+        return Rule(gsm8k_reward(gsm8k_mode), True, ground_truth_value if gsm8k_mode == "default" else None)
+    if data_source in _REGISTERED:
+        return _REGISTERED[data_source]
     known = sorted(
         known_data_sources(),
         key=lambda name: difflib.SequenceMatcher(None, data_source.lower(), name.lower()).ratio(),
@@ -62,3 +104,13 @@ def reward_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> Reward
         f"no reward function for data_source {data_source!r}; known: {', '.join(known)} "
         "(set the rows' data_source, or data.data_source, to one of these)"
     )
+
+
+def reward_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> RewardFunction:
+    """The reward function of `data_source`; DataError names the known ones, the most similar first."""
+    call = keyword_call(rule_for(data_source, gsm8k_mode=gsm8k_mode).function)
+
+    def reward(data_source: str, completion: str, ground_truth: str, extra_info: dict[str, Any]) -> RewardResult:
+        return as_result(call(data_source, completion, ground_truth, extra_info), f"data_source {data_source!r}")
+
+    return reward

@@ -1,130 +1,244 @@
-"""From rewards to advantages: everything that the update needs to know of a rollout beside its tokens."""
+"""From rewards to advantages: everything that the update needs to know of a rollout beside its tokens.
 
-from typing import Any
+Trap: the KL controller's coefficient of a step follows from every step before; it is an output of this stage and an
+input of the next step's, so that a resumed run goes on with the same one.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
-from ratchet.data.join import align
-from ratchet.data.parquet import read_table, table_from_rows, write_table
+from ratchet.data.parquet import write_table
+from ratchet.data.ragged import ragged
 from ratchet.errors import DataError, NumericsError
-from ratchet.stages.base import Context, Input, Result, Stage, step_inputs
+from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
+from ratchet.stages.step_rollouts import StepRollouts, read_step
+from ratchet.store.artifacts import read_bytes, write_bytes
 from ratchet.store.run import Run
-from ratchet.tracking.metrics import summary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ratchet.algorithms.kl_controller import AdaptiveKLController
+
+KL_CONTROLLER = "kl_controller"
+_STATE_FILE = "state.json"
 
 
 class Advantage(Stage):
-    """Group-relative advantages (GRPO, arXiv:2402.03300): one number a completion, the same for each of its tokens."""
+    """Advantages and returns of every completion token, by the estimator that the config names."""
 
     name = "advantage"
     timing = "adv"
     config_keys = ("algorithm", "actor_rollout_ref.actor.use_kl_loss")
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
-        scores = []
-        if config.reference_is_needed and config.algorithm.use_kl_in_reward:
-            scores.append("reference_scores")
-        if config.policy_scores_are_needed:
-            scores.append("policy_scores")
-        return ("rollout", "reward", *scores)
+        wanted = {
+            "reference_scores": config.reference_is_needed and config.algorithm.use_kl_in_reward,
+            "policy_scores": config.policy_scores_are_needed,
+            "values": config.critic_is_needed,
+        }
+        return ("rollout", "reward", *(name for name, is_wanted in wanted.items() if is_wanted))
 
     def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
-        return step_inputs(run, self.needs(config), step)
+        assert step is not None
+        found = step_inputs(run, self.needs(config), step)
+        found |= optional_inputs(run, "reward", step, ("token_rewards", "greedy_rewards"))
+        if _is_adaptive(config) and step > 1:
+            found[KL_CONTROLLER] = Input(run.require(self.name, step - 1), KL_CONTROLLER)
+        return found
 
     def compute(self, context: Context) -> Result:
         import torch
 
-        from ratchet.algorithms.advantage import group_statistics, grpo_advantages
+        from ratchet.algorithms.advantage import group_statistics
+        from ratchet.algorithms.batch import AdvantageBatch
+        from ratchet.algorithms.catalog import ADVANTAGES
 
-        algorithm = context.config.algorithm
-        rows = _joined(context)
-        token_rewards = [_token_rewards(row, context.config) for row in rows]
+        config, step = context.config, read_step(context)
+        behaviour, source = _behaviour(step, config)
+        metrics, outputs = _penalise(context, step, behaviour)
+        weights, loss_mask, corrected = _correction(step, config)
+        lengths = step.mask.sum(1)
         # An empty completion has no token to carry its reward, but it is a member of its group all the same.
-        totals = [sum(values) if values else row["reward"] for values, row in zip(token_rewards, rows, strict=True)]
-        for row, total in zip(rows, totals, strict=True):
-            if not abs(total) < float("inf"):
-                raise NumericsError(f"rollout {row['group_id']}, sample {row['sample_index']}: the reward is {total}")
-        groups: dict[str, int] = {}
-        group_index = torch.tensor([groups.setdefault(row["group_id"], len(groups)) for row in rows])
-        rewards = torch.tensor(totals, dtype=torch.float64)
-        advantages = grpo_advantages(rewards, group_index, norm_by_std=algorithm.norm_adv_by_std_in_grpo).tolist()
-        mean, std, size = (values.tolist() for values in group_statistics(rewards, group_index))
-        finished = []
-        for index, row in enumerate(rows):
-            length = len(row["completion_token_ids"])
-            is_masked = algorithm.mask_truncated_completions and row["finish_reason"] == "length"
-            finished.append(
-                {
-                    "group_id": row["group_id"],
-                    "sample_index": row["sample_index"],
-                    "advantages": [advantages[index]] * length,
-                    "returns": [advantages[index]] * length,
-                    "token_rewards": token_rewards[index],
-                    "loss_mask": [not is_masked] * length,
-                    "behaviour_log_probs": row["behaviour_log_probs"],
-                    "behaviour_source": row["behaviour_source"],
-                    "group_reward_mean": mean[index],
-                    "group_reward_std": std[index],
-                    "group_size": int(size[index]),
-                }
-            )
-        artifact = write_table(
-            context.store, f"{context.folder}/trajectories", table_from_rows(finished, schemas.TRAJECTORIES)
+        rewards = torch.where(lengths > 0, step.token_rewards.double().sum(1), step.rewards)
+        batch = AdvantageBatch(
+            token_rewards=step.token_rewards,
+            mask=step.mask,
+            group_index=step.group_index,
+            rewards=rewards,
+            values=step.values,
+            greedy_rewards=step.greedy_rewards,
+            log_probs=behaviour,
+            sum_pi_squared=step.sum_pi_squared,
+            importance_weights=weights,
+            reward_parts=step.reward_parts,
         )
-        metrics = {
-            **summary("critic/rewards", totals),
-            **summary("critic/advantages", advantages),
-            **summary("critic/returns", advantages),
-            "critic/constant_groups_ratio": _constant_groups_ratio(rows, totals),
+        estimator = ADVANTAGES.get(config.algorithm.adv_estimator).function()
+        try:
+            advantages, returns = estimator(batch, _options(config))
+        except ValueError as error:
+            raise DataError(f"advantages of step {context.step}: {error}") from error
+        _check_result(step, advantages, returns)
+        mean, std, size = group_statistics(rewards, step.group_index)
+        table = pa.table(
+            {
+                **{name: step.table[name] for name in schemas.ROLLOUT_KEY},
+                "advantages": ragged(advantages, step.mask),
+                "returns": ragged(returns, step.mask),
+                "token_rewards": ragged(step.token_rewards, step.mask),
+                "loss_mask": ragged(loss_mask, step.mask),
+                "behaviour_log_probs": ragged(behaviour, step.mask),
+                "behaviour_source": [source] * len(rewards),
+                "group_reward_mean": mean.numpy(),
+                "group_reward_std": std.numpy(),
+                "group_size": size.numpy(),
+            }
+        ).cast(schemas.TRAJECTORIES)
+        outputs["trajectories"] = write_table(context.store, f"{context.folder}/trajectories", table)
+        if weights is not None:
+            columns = {name: step.table[name] for name in schemas.ROLLOUT_KEY}
+            table = pa.table({**columns, "importance_weights": ragged(weights, step.mask)})
+            outputs["importance_weights"] = write_table(
+                context.store, f"{context.folder}/importance_weights", table.cast(schemas.IMPORTANCE_WEIGHTS)
+            )
+        metrics |= corrected | {
+            **_summary("critic/rewards", rewards),
+            **_summary("critic/advantages", advantages[step.mask]),
+            **_summary("critic/returns", returns[step.mask]),
+            **(_summary("critic/values", step.values[step.mask]) if step.values is not None else {}),
+            "critic/constant_groups_ratio": _constant_groups_ratio(std, step.group_index),
         }
         policy_version = context.inputs["rollouts"].manifest.content.policy_version
-        return Result(outputs={"trajectories": artifact}, policy_version=policy_version, metrics=metrics)
+        return Result(outputs=outputs, policy_version=policy_version, metrics=metrics)
 
 
-def _joined(context: Context) -> list[dict[str, Any]]:
-    """Rollouts with their reward, behaviour log-probs and (where the reward needs them) reference log-probs."""
-    store, inputs = context.run.store, context.inputs
-    rollouts = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
-    rewards = align(rollouts, read_table(store, inputs["rewards"].artifact, schemas.REWARDS), "rewards")
-    rows: list[dict[str, Any]] = rollouts.to_pylist()
-    for row, reward in zip(rows, rewards, strict=True):
-        row["reward"] = reward["reward"]
-        row["behaviour_log_probs"], row["behaviour_source"] = row["sampler_log_probs"], "sampler"
-    for role in ("policy", "reference"):
-        if f"{role}_scores" in inputs:
-            table = read_table(store, inputs[f"{role}_scores"].artifact, schemas.scores(role))
-            for row, scores in zip(rows, align(rollouts, table, f"{role}_scores"), strict=True):
-                row[f"{role}_log_probs"] = scores[f"{role}_log_probs"]
-    for row in rows:
-        if "policy_log_probs" in row:
-            row["behaviour_log_probs"], row["behaviour_source"] = row["policy_log_probs"], "policy"
-        if row["behaviour_log_probs"] is None:
-            raise DataError(
-                f"rollout {row['group_id']}, sample {row['sample_index']} has no sampler_log_probs; "
-                "set algorithm.rollout_correction.bypass_mode=false to score it with the policy"
-            )
-    return rows
+def _behaviour(step: StepRollouts, config: RunConfig) -> "tuple[Tensor, str]":
+    """Log-probs of the policy that the update's ratio is taken against, and who computed them."""
+    if not config.algorithm.rollout_correction.bypass_mode:
+        assert step.policy_log_probs is not None
+        return step.policy_log_probs, "policy"
+    if step.sampler_log_probs is None:
+        missing = step.table["sampler_log_probs"].to_pylist().index(None)
+        raise DataError(
+            f"{step.name(missing)} has no sampler_log_probs; "
+            "set algorithm.rollout_correction.bypass_mode=false to score it with the policy"
+        )
+    return step.sampler_log_probs, "sampler"
 
 
-def _token_rewards(row: dict[str, Any], config: RunConfig) -> list[float]:
-    """The reward on the last token, minus the KL penalty on every token where it is in the reward."""
-    length = len(row["completion_token_ids"])
-    values = [0.0] * length
-    if length:
-        values[-1] = row["reward"]
-    if "reference_log_probs" in row and length:
-        import torch
-
-        from ratchet.algorithms.kl import kl_estimate
-
-        behaviour = torch.tensor(row["behaviour_log_probs"], dtype=torch.float64)
-        reference = torch.tensor(row["reference_log_probs"], dtype=torch.float64)
-        penalty = kl_estimate(behaviour, reference, config.algorithm.kl_penalty) * config.algorithm.kl_ctrl.kl_coef
-        values = [value - float(kl) for value, kl in zip(values, penalty, strict=True)]
-    return values
+def _is_adaptive(config: RunConfig) -> bool:
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.type == "adaptive"
 
 
-def _constant_groups_ratio(rows: list[dict[str, Any]], totals: list[float]) -> float:
-    groups: dict[str, set[float]] = {}
-    for row, total in zip(rows, totals, strict=True):
-        groups.setdefault(row["group_id"], set()).add(total)
-    return sum(len(values) == 1 for values in groups.values()) / len(groups)
+def _penalise(context: Context, step: StepRollouts, behaviour: "Tensor") -> tuple[dict[str, float], dict[str, Any]]:
+    """Subtract the KL penalty from the token rewards where it is in the reward; metrics, and the controller's state."""
+    algorithm = context.config.algorithm
+    if step.reference_log_probs is None:
+        return {}, {}
+    from ratchet.algorithms.kl import kl_estimate
+
+    controller = _controller(context) if _is_adaptive(context.config) else None
+    coefficient = controller.value if controller else algorithm.kl_ctrl.kl_coef
+    kl = kl_estimate(behaviour.double(), step.reference_log_probs.double(), algorithm.kl_penalty) * step.mask
+    step.token_rewards -= (coefficient * kl).float()
+    lengths = step.mask.sum(1)
+    current = float((kl.sum(1) / lengths.clamp(min=1))[lengths > 0].mean()) if bool(lengths.any()) else 0.0
+    metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+    if controller is None:
+        return metrics, {}
+    controller.update(current, len(lengths))
+    state = json.dumps(controller.state(), sort_keys=True).encode()
+    folder = f"{context.folder}/{KL_CONTROLLER}"
+    return metrics, {KL_CONTROLLER: write_bytes(context.store, folder, {_STATE_FILE: state})}
+
+
+def _controller(context: Context) -> "AdaptiveKLController":
+    from ratchet.algorithms.kl_controller import AdaptiveKLController
+
+    options = context.config.algorithm.kl_ctrl
+    controller = AdaptiveKLController(
+        options.kl_coef, options.target_kl, options.horizon, compat=context.config.algorithm.compat
+    )
+    if KL_CONTROLLER in context.inputs:
+        (state,) = read_bytes(context.run.store, context.inputs[KL_CONTROLLER].artifact)
+        controller.load_state(json.loads(state))
+    return controller
+
+
+def _correction(step: StepRollouts, config: RunConfig) -> "tuple[Tensor | None, Tensor, dict[str, float]]":
+    """Rollout correction: importance weights (None where there are none), the loss mask, and metrics."""
+    import torch
+
+    from ratchet.algorithms import rollout_correction as correction
+    from ratchet.algorithms.rollout_correction_metrics import off_policy_metrics
+
+    options, loss_mask = config.algorithm.rollout_correction, step.mask
+    if config.algorithm.mask_truncated_completions:
+        is_cut = torch.tensor([reason == "length" for reason in step.table["finish_reason"].to_pylist()])
+        loss_mask = loss_mask & ~is_cut[:, None]
+    if options.bypass_mode or step.sampler_log_probs is None or step.policy_log_probs is None:
+        return None, loss_mask, {}
+    log_ratio = step.policy_log_probs - step.sampler_log_probs
+    compat = config.algorithm.compat
+    metrics = off_policy_metrics(step.policy_log_probs, step.sampler_log_probs, step.mask, compat=compat)
+    weights = None
+    if options.rollout_is is not None:
+        weights, found = correction.importance_weights(
+            log_ratio,
+            step.mask,
+            options.rollout_is,
+            options.rollout_is_threshold,
+            batch_normalize=options.rollout_is_batch_normalize,
+            compat=compat,
+        )
+        metrics |= found
+    if options.rollout_rs is not None:
+        kept, found = correction.rejection_mask(
+            log_ratio, step.mask, options.rollout_rs, options.rollout_rs_threshold, compat=compat
+        )
+        loss_mask, metrics = loss_mask & kept.bool(), metrics | found
+    return weights, loss_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _options(config: RunConfig) -> Any:
+    from ratchet.algorithms.batch import AdvantageOptions
+
+    algorithm = config.algorithm
+    keys = algorithm.gdpo_reward_keys
+    return AdvantageOptions(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        part_weights=dict(zip(keys, algorithm.gdpo_reward_weights or [1.0] * len(keys), strict=True)),
+        compat=algorithm.compat,
+    )
+
+
+def _check_result(step: StepRollouts, advantages: "Tensor", returns: "Tensor") -> None:
+    """A user's estimator may return anything."""
+    import torch
+
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        if values.shape != step.mask.shape:
+            raise DataError(f"expected {name} of shape {list(step.mask.shape)}, got {list(values.shape)}")
+        bad = (~torch.isfinite(values) & step.mask).any(1).nonzero()
+        if len(bad):
+            raise NumericsError(f"{step.name(int(bad[0]))}: its {name} are not finite")
+
+
+def _summary(prefix: str, values: "Tensor") -> dict[str, float]:
+    if not values.numel():
+        return {}
+    numbers = values.double()
+    return {f"{prefix}/{name}": float(getattr(numbers, name)()) for name in ("mean", "max", "min")}
+
+
+def _constant_groups_ratio(std: "Tensor", group_index: "Tensor") -> float:
+    import torch
+
+    num_constant, num_groups = (len(torch.unique(groups)) for groups in (group_index[std == 0], group_index))
+    return num_constant / num_groups

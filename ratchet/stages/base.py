@@ -76,7 +76,7 @@ class Result:
     trainer_state: Artifact | None = None
 
 
-OUTPUT_OF = {"rollout": "rollouts", "reward": "rewards", "advantage": "trajectories"}
+OUTPUT_OF = {"rollout": "rollouts", "reward": "rewards", "advantage": "trajectories", "critic_update": "critic"}
 """Stage -> the role of its table, where that is not the stage's name."""
 
 
@@ -86,12 +86,23 @@ def step_inputs(run: Run, stages: Iterable[str], step: int | None) -> dict[str, 
     return {role: Input(run.require(stage, step), role) for stage, role in roles.items()}
 
 
+def optional_inputs(run: Run, stage: str, step: int | None, roles: Iterable[str]) -> dict[str, Input]:
+    """Return those of `roles` that the committed stage has as outputs."""
+    manifest = run.require(stage, step)
+    return {role: Input(manifest, role) for role in roles if role in manifest.content.outputs}
+
+
 class Stage(ABC):
     """One kind of work. Stages hold no state: what lasts is committed, what is expensive is resident."""
 
     name: str
     config_keys: ClassVar[tuple[str, ...]] = ()
     """The semantic keys that the stage reads; a section's name stands for all of its keys."""
+
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        """The semantic keys that the stage reads under this config."""
+        return self.config_keys
+
     timing: str | None = None
     """verl's name of the stage's duration: timing_s/<timing>."""
 
@@ -137,11 +148,11 @@ def run_stage(
     """
     inputs = stage.inputs(run, config, step)
     outside = stage.outside_inputs(config)
-    config_digest = digest_of(selected(config, stage.config_keys))
+    config_digest = digest_of(selected(config, stage.keys(config)))
     wanted = Wanted({role: item.digest for role, item in inputs.items()}, outside, config_digest)
     committed = run.manifest(stage.name, step)
     if committed is not None:
-        _check_same_work(stage, run, committed, wanted)
+        _check_same_work(stage, run, config, committed, wanted)
         return committed
     run.check_ownership()
     attempt = run.new_attempt()
@@ -167,7 +178,7 @@ def run_stage(
         residents.drop()
         run.forget()
         published = run.require(stage.name, step)
-        _check_same_work(stage, run, published, wanted)
+        _check_same_work(stage, run, config, published, wanted)
         return published
 
 
@@ -225,7 +236,7 @@ def describe_attempt(
     )
 
 
-def _check_same_work(stage: Stage, run: Run, committed: Manifest, wanted: Wanted) -> None:
+def _check_same_work(stage: Stage, run: Run, config: RunConfig, committed: Manifest, wanted: Wanted) -> None:
     place = f"{run.uri}/{layout.stage_folder(stage.name, committed.content.step)}"
     have, want = dict(committed.content.inputs), dict(wanted.inputs)
     if wanted.outside is None:
@@ -237,7 +248,7 @@ def _check_same_work(stage: Stage, run: Run, committed: Manifest, wanted: Wanted
     if changed:
         raise CommitConflictError(f"{place} is committed from other inputs; these changed: {', '.join(changed)}")
     if committed.content.config != wanted.config:
-        keys = ", ".join(stage.config_keys)
+        keys = ", ".join(stage.keys(config))
         raise CommitConflictError(f"{place} is committed with another configuration; it reads: {keys}")
 
 

@@ -9,7 +9,7 @@ from ratchet.data.order import sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.errors import ConfigError
 from ratchet.stages.base import Context, Input, Result, Stage
-from ratchet.stages.reward import grade
+from ratchet.stages.reward import REWARD_KEYS, grade_row, grade_rows
 from ratchet.stages.settings import validation_params
 from ratchet.store.run import POLICY_UPDATE, Run
 
@@ -20,11 +20,10 @@ class Evaluate(Stage):
     name = "evaluate"
     timing = "testing"
     config_keys = (
-        "data.max_response_length",
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.val_kwargs",
-        "reward_model",
+        *REWARD_KEYS,
         "trainer.seed",
     )
 
@@ -56,25 +55,24 @@ class Evaluate(Stage):
         ]
         sampler = context.residents.sampler(context.inputs["policy"])
         completions = sampler.sample(requests, validation_params(config))
-        rows = []
-        for (prompt, sample_index, token_ids), completion in zip(samples, completions, strict=True):
-            graded = grade(
-                prompt, completion.text, config, where=f"prompt {prompt['prompt_id']}, sample {sample_index}"
-            )
-            rows.append(
-                {
-                    "prompt_id": prompt["prompt_id"],
-                    "sample_index": sample_index,
-                    "data_source": prompt["data_source"],
-                    "prompt_token_ids": token_ids,
-                    "completion_token_ids": completion.token_ids,
-                    "completion": completion.text,
-                    "finish_reason": completion.finish_reason,
-                    "reward": graded.reward,
-                    "extracted": graded.extracted,
-                    "is_parseable": graded.is_parseable,
-                }
-            )
+        rows: list[dict[str, Any]] = [
+            {
+                "prompt_id": prompt["prompt_id"],
+                "sample_index": sample_index,
+                "data_source": prompt["data_source"],
+                "prompt_token_ids": token_ids,
+                "completion_token_ids": completion.token_ids,
+                "completion": completion.text,
+                "finish_reason": completion.finish_reason,
+            }
+            for (prompt, sample_index, token_ids), completion in zip(samples, completions, strict=True)
+        ]
+        wanted = [
+            grade_row(prompt, row, where=f"prompt {row['prompt_id']}, sample {row['sample_index']}")
+            for (prompt, _, _), row in zip(samples, rows, strict=True)
+        ]
+        for row, graded in zip(rows, grade_rows(context, wanted, shaping=False), strict=True):
+            row |= {"reward": graded.reward, "extracted": graded.extracted, "is_parseable": graded.is_parseable}
         artifact = write_table(
             context.store, f"{context.folder}/evaluations", table_from_rows(rows, schemas.EVALUATIONS)
         )

@@ -3,14 +3,25 @@
 from ratchet.config import RunConfig
 from ratchet.stages.advantage import Advantage
 from ratchet.stages.base import Stage
+from ratchet.stages.critic_update import CriticUpdate
 from ratchet.stages.policy_update import PolicyUpdate
 from ratchet.stages.reward import Reward
 from ratchet.stages.rollout import Rollout
 from ratchet.stages.scores import Scores
+from ratchet.stages.values import Values
 
 _STAGES: dict[str, Stage] = {
     stage.name: stage
-    for stage in (Rollout(), Reward(), Scores("policy"), Scores("reference"), Advantage(), PolicyUpdate())
+    for stage in (
+        Rollout(),
+        Reward(),
+        Scores("policy"),
+        Scores("reference"),
+        Values(),
+        Advantage(),
+        CriticUpdate(),
+        PolicyUpdate(),
+    )
 }
 
 

@@ -11,7 +11,7 @@ from ratchet.data import schemas
 from ratchet.data.parquet import table_from_rows, write_table
 from ratchet.data.sources import PromptRow, load_rows
 from ratchet.errors import ConfigError, DataError, RatchetError
-from ratchet.rewards.registry import reward_for
+from ratchet.rewards.graders import Grader
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.store.manifest import digest_of
 from ratchet.store.run import POLICY_UPDATE, Run
@@ -49,7 +49,7 @@ class Preprocess(Stage):
         return {"source": digest_of([_row_values(row) for row in rows])}
 
     def compute(self, context: Context) -> Result:
-        kept, num_overlong = self.usable(context.config, context.residents.tokenizer())
+        kept, num_overlong = self.usable(context.config, context.residents.tokenizer(), context.residents.grader())
         table = table_from_rows(
             [{"prompt_id": prompt_id, **_row_values(row)} for prompt_id, row in kept], schemas.PROMPTS
         )
@@ -62,7 +62,7 @@ class Preprocess(Stage):
         }
         return Result(outputs={"prompts": artifact}, metrics=metrics)
 
-    def usable(self, config: RunConfig, tokenizer: Any) -> tuple[list[tuple[str, PromptRow]], int]:
+    def usable(self, config: RunConfig, tokenizer: Any, grader: Grader) -> tuple[list[tuple[str, PromptRow]], int]:
         """Return (prompt_id, row) for each usable prompt, and how many are over the length limit.
 
         Everything that can be wrong with prompts is found here, before a run or a GPU is taken for them.
@@ -78,8 +78,7 @@ class Preprocess(Stage):
             raise DataError(f"{self._source(config)}: no {self.split} prompt is left")
         if self.split == "train" and len(kept) < batch_size:
             raise ConfigError(f"data.train_batch_size is {batch_size}, but the run has {len(kept)} training prompts")
-        for data_source in {row.data_source for _, row in kept}:
-            reward_for(data_source)
+        grader.check_prompts(row for _, row in kept)
         return kept, len(numbered) - len(kept)
 
     def _source(self, config: RunConfig) -> str:
@@ -96,7 +95,14 @@ class Preprocess(Stage):
         data = config.data
         # Data sets call their held-out split test.
         split = "train" if self.split == "train" else "test"
-        return self._load(self._source(config), split=split, data_source=data.data_source, prompt_key=data.prompt_key)
+        # Whether a row needs a ground truth is the grader's to say (`usable`).
+        return self._load(
+            self._source(config),
+            split=split,
+            data_source=data.data_source,
+            prompt_key=data.prompt_key,
+            needs_ground_truth=False,
+        )
 
     def _within_limit(
         self, config: RunConfig, tokenizer: Any, numbered: list[tuple[str, PromptRow]]

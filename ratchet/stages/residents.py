@@ -1,4 +1,4 @@
-"""Engines that outlive a stage: the sampler, the trainer and the scorers of one process.
+"""Engines that outlive a stage: the sampler, the trainers, the scorers and the grader of one process.
 
 Trap: an engine's weights are known by the digest of the committed policy they came from; whatever is asked for another
 digest loads it first, so that a stale engine can never be used.
@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ratchet.config import RunConfig
 from ratchet.stages.base import Input
 from ratchet.store.artifacts import read_folder, scratch
-from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 
 if TYPE_CHECKING:
     import torch
 
+    from ratchet.engines.critic import ValueScorer
     from ratchet.engines.sampler import Sampler
     from ratchet.engines.scorer import Scorer
-    from ratchet.engines.trainer import Trainer
+    from ratchet.rewards.graders import Grader
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,28 @@ _INDEX = "model.safetensors.index.json"
 class Residents:
     """Holds engines, opens them on first use, and brings them to the policy that is asked for."""
 
-    def __init__(self, run: Run, config: RunConfig, *, shared_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        *,
+        shared_folder: Path | None = None,
+        live_reward: Any = None,
+        mesh: Any = None,
+    ) -> None:
+        """`live_reward` is a reward object of this process and `mesh` its device mesh, for runs that stay in it."""
         self.run = run
         self.config = config
+        self.mesh = mesh
+        self.trainers: dict[str, Any] = {}
+        """Role ("policy", "critic") -> its trainer."""
         self._shared_folder = shared_folder
-        self.trainer: Trainer | None = None
+        self._live_reward = live_reward
         self._sampler: Sampler | None = None
-        self._scorers: dict[str, Scorer] = {}
+        self._scorers: dict[str, Scorer | ValueScorer] = {}
+        self._grader: Grader | None = None
         self._held: dict[str, str] = {}
-        self._fresh: tuple[str, dict[str, torch.Tensor]] | None = None
+        self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._folder: Path | None = None
         self._tokenizer: Any = None
 
@@ -63,7 +77,7 @@ class Residents:
     @property
     def device(self) -> str:
         """ "cuda" while an engine holds a GPU, else "cpu"."""
-        if self.trainer is None and self._sampler is None and not self._scorers:
+        if not self.trainers and self._sampler is None and not self._scorers:
             return "cpu"
         return self.torch_device()
 
@@ -91,16 +105,48 @@ class Residents:
 
     def scorer(self, role: str, policy: Input) -> "Scorer":
         """Return the scorer of `role` ("policy" or "reference") with the weights of `policy`."""
-        if role not in self._scorers:
-            from ratchet.engines.scorer import Scorer
-            from ratchet.stages.settings import scorer_settings
+        from ratchet.engines.scorer import Scorer
+        from ratchet.stages.settings import scorer_settings
 
-            settings = scorer_settings(self.config, self.torch_device())
-            self._scorers[role] = Scorer.from_folder(self.model_folder(policy), **settings)
-        elif self._held[role] != policy.digest:
-            self._scorers[role].load_weights(dict(self.weights(policy)))
-        self._held[role] = policy.digest
+        scorer = self._scorer(role, policy, Scorer.from_folder, scorer_settings)
+        assert isinstance(scorer, Scorer)
+        return scorer
+
+    def value_scorer(self, critic: Input) -> "ValueScorer":
+        """Return the critic's scorer with the weights of `critic`."""
+        from ratchet.engines.critic import ValueScorer
+        from ratchet.stages.settings import value_scorer_settings
+
+        scorer = self._scorer("critic", critic, ValueScorer.from_folder, value_scorer_settings)
+        assert isinstance(scorer, ValueScorer)
+        return scorer
+
+    def _scorer(self, role: str, weights: Input, open_: Any, settings: Any) -> "Scorer | ValueScorer":
+        if role not in self._scorers:
+            self._scorers[role] = open_(self.model_folder(weights), **settings(self.config, self.torch_device()))
+        elif self._held[role] != weights.digest:
+            self._scorers[role].load_weights(dict(self.weights(weights)))
+        self._held[role] = weights.digest
         return self._scorers[role]
+
+    def grader(self) -> "Grader":
+        """Return what grades completions."""
+        if self._grader is None:
+            from ratchet.rewards.graders import open_grader
+
+            self._grader = open_grader(self.config, open_model=self._open_reward_model, custom=self._live_reward)
+        return self._grader
+
+    def _open_reward_model(self, path: str) -> Any:
+        from ratchet.engines.model import resolve_model_folder
+        from ratchet.engines.reward_model import RewardModel
+
+        return RewardModel.from_folder(
+            resolve_model_folder(path),
+            compute_dtype=self.config.actor_rollout_ref.actor.fsdp_config.dtype,
+            max_tokens_per_micro_batch=self.config.reward_model.max_token_len_per_gpu,
+            device=self.torch_device(),
+        )
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of policy version 0, which is every version's."""
@@ -110,56 +156,62 @@ class Residents:
             self._tokenizer = load_tokenizer(self.base_folder())
         return self._tokenizer
 
-    def publish(self, digest: str, weights: "dict[str, torch.Tensor]") -> None:
-        """Keep the weights just published under `digest`, so that the sampler need not read them back."""
-        self._fresh = (digest, weights)
+    def publish(self, role: str, digest: str, weights: "dict[str, torch.Tensor]") -> None:
+        """Keep the weights just published under `digest`, so that engines need not read them back."""
+        stale = self._held.get(f"fresh {role}")
+        if stale is not None:
+            self._fresh.pop(stale, None)
+        self._held[f"fresh {role}"] = digest
+        self._fresh[digest] = weights
 
-    def weights(self, policy: Input) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the weights of `policy` under their Hugging Face names, from memory where they are there."""
-        if self._fresh is not None and self._fresh[0] == policy.digest:
-            yield from self._fresh[1].items()
+    def weights(self, model: Input) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield the weights of a policy or critic under their names, from memory where they are there."""
+        if model.digest in self._fresh:
+            yield from self._fresh[model.digest].items()
             return
         from safetensors import safe_open
 
         from ratchet.engines.model import weight_files
 
-        for path in weight_files(self.model_folder(policy)):
+        for path in weight_files(self.model_folder(model)):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
                     yield name, file.get_tensor(name)
 
-    def model_folder(self, policy: Input) -> Path:
-        """Return a local Hugging Face folder with the weights of `policy`; config and tokenizer are version 0's."""
-        target = self._cache() / policy.digest
+    def model_folder(self, model: Input) -> Path:
+        """Return a local Hugging Face folder with the weights of `model`; config and tokenizer are version 0's."""
+        role = model.role
+        target = self._cache() / f"{role}-{model.digest}"
         if target.is_dir():
             return target
         partial = target.with_suffix(".partial")
-        if policy.manifest.content.step == 0:
+        if model.manifest.content.step == 0:
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            base = self.base_folder()
-            self._evict(keep=base)
+            base = self.base_folder(role)
+            self._evict(role, keep=base)
             partial.mkdir(parents=True)
             for path in base.iterdir():
                 if path.suffix != _WEIGHTS and path.name != _INDEX:
                     shutil.copyfile(path, partial / path.name)
-        read_folder(self.run.store, policy.artifact, partial)
+        read_folder(self.run.store, model.artifact, partial)
         partial.replace(target)
         return target
 
-    def base_folder(self) -> Path:
-        """Return a local Hugging Face folder of policy version 0."""
-        return self.model_folder(Input(self.run.require(POLICY_UPDATE, 0), "policy"))
+    def base_folder(self, role: str = "policy") -> Path:
+        """Return a local Hugging Face folder of version 0 of the policy or the critic."""
+        stage = POLICY_UPDATE if role == "policy" else CRITIC_UPDATE
+        return self.model_folder(Input(self.run.require(stage, 0), role))
 
     def drop(self) -> None:
         """Close every engine and forget everything held in memory; the next use starts from what is committed."""
         # The sampler last: where vLLM made the process group that the trainer joined, closing it ends the group.
-        for engine in (self.trainer, *self._scorers.values(), self._sampler):
+        for engine in (*self.trainers.values(), *self._scorers.values(), self._grader, self._sampler):
             if engine is not None:
                 engine.close()
-        self._sampler, self.trainer, self._fresh = None, None, None
-        self._scorers.clear()
-        self._held.clear()
+        self._sampler, self._grader = None, None
+        for held in (self.trainers, self._scorers, self._fresh, self._held):
+            held.clear()
 
     def close(self) -> None:
         """Drop everything and delete the local copies."""
@@ -173,7 +225,7 @@ class Residents:
             self._folder = Path(tempfile.mkdtemp(prefix="ratchet-models-", dir=os.environ.get("RATCHET_SCRATCH")))
         return self._folder
 
-    def _evict(self, keep: Path) -> None:
-        for path in self._cache().iterdir():
+    def _evict(self, role: str, keep: Path) -> None:
+        for path in self._cache().glob(f"{role}-*"):
             if path != keep:
                 shutil.rmtree(path)

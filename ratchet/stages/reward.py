@@ -1,26 +1,32 @@
 """Grade every completion of the step, one reward each, joined by key."""
 
 import json
-import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.join import prompts_by_id
 from ratchet.data.parquet import read_table, table_from_rows, write_table
-from ratchet.errors import DataError, NumericsError
-from ratchet.rewards.registry import RewardResult, reward_for
-from ratchet.stages.base import Context, Input, Result, Stage, step_inputs
+from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
 from ratchet.store.run import Run
 from ratchet.tracking.metrics import summary
 
+if TYPE_CHECKING:
+    from ratchet.rewards.graders import GradeRow, RewardResult
+
+REWARD_KEYS = ("reward_model", "custom_reward_function", "code", "data.max_response_length")
+"""Config keys that a reward depends on."""
+
 
 class Reward(Stage):
-    """Grade rollouts by their prompt's data source. An unparseable answer is told apart from a wrong one."""
+    """Grade rollouts. An unparseable answer is told apart from a wrong one."""
 
     name = "reward"
     timing = "reward"
-    config_keys = ("reward_model",)
+    config_keys = REWARD_KEYS
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return ("rollout",)
@@ -29,48 +35,94 @@ class Reward(Stage):
         return {
             "prompts": Input(run.require("preprocess/train", None), "prompts"),
             **step_inputs(run, self.needs(config), step),
+            **optional_inputs(run, "rollout", step, ("greedy_rollouts", "graded")),
         }
 
     def compute(self, context: Context) -> Result:
-        store = context.run.store
-        rollouts = read_table(store, context.inputs["rollouts"].artifact, schemas.ROLLOUTS)
-        columns = ["group_id", "sample_index", "prompt_id", "completion"]
-        samples = rollouts.select(columns).to_pylist()
-        prompts = read_table(store, context.inputs["prompts"].artifact, schemas.PROMPTS)
-        by_id = prompts_by_id(prompts, [sample["prompt_id"] for sample in samples])
-        rows = []
-        for sample in samples:
-            where = f"rollout {sample['group_id']}, sample {sample['sample_index']}"
-            graded = grade(by_id[sample["prompt_id"]], sample["completion"], context.config, where=where)
-            rows.append(
-                {
-                    "group_id": sample["group_id"],
-                    "sample_index": sample["sample_index"],
-                    "reward": graded.reward,
-                    "reward_breakdown": sorted(graded.breakdown.items()),
-                    "extracted": graded.extracted,
-                    "is_parseable": graded.is_parseable,
-                    "error": None,
-                }
-            )
-        artifact = write_table(context.store, f"{context.folder}/rewards", table_from_rows(rows, schemas.REWARDS))
-        metrics = {
-            **summary("critic/score", [row["reward"] for row in rows]),
-            "reward/parseable_ratio": sum(row["is_parseable"] for row in rows) / len(rows),
-        }
-        return Result(outputs={"rewards": artifact}, metrics=metrics)
+        store, inputs = context.run.store, context.inputs
+        samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
+        if "graded" in inputs:
+            # Sampling in rounds had to grade what it sampled.
+            table = read_table(store, inputs["graded"].artifact, schemas.REWARDS)
+            per_token: list[dict[str, Any]] = []
+        else:
+            table, per_token = grade_samples(context, samples)
+        outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
+        if per_token:
+            rows = table_from_rows(per_token, schemas.TOKEN_REWARDS)
+            outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", rows)
+        if "greedy_rollouts" in inputs:
+            greedy, _ = grade_samples(context, read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS))
+            outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
+        return Result(outputs=outputs, metrics=_metrics(table))
 
 
-def grade(prompt: dict[str, Any], completion: str, config: RunConfig, *, where: str) -> RewardResult:
-    """Grade one completion; an error names `where`. A reward that is not finite is a NumericsError."""
-    ground_truth = prompt["reward_model"]["ground_truth"]
-    if ground_truth is None:
-        raise DataError(f"{where}: prompt {prompt['prompt_id']} has no reward_model.ground_truth to grade against")
-    try:
-        function = reward_for(prompt["data_source"], gsm8k_mode=config.reward_model.gsm8k_mode)
-        graded = function(prompt["data_source"], completion, ground_truth, json.loads(prompt["extra_info"]))
-    except (DataError, NumericsError) as error:
-        raise type(error)(f"{where}: {error}") from error
-    if not math.isfinite(graded.reward):
-        raise NumericsError(f"{where}: the reward is {graded.reward}, expected a finite number")
-    return graded
+def grade_samples(context: Context, samples: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """Grade a table of rollouts: the table of their rewards, and rows of token rewards where the reward gives them."""
+    prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
+    rows = samples.to_pylist()
+    by_id = prompts_by_id(prompts, [row["prompt_id"] for row in rows])
+    graded = grade_rows(
+        context,
+        [
+            grade_row(by_id[row["prompt_id"]], row, where=f"rollout {row['group_id']}, sample {row['sample_index']}")
+            for row in rows
+        ],
+    )
+    keys = [{name: row[name] for name in schemas.ROLLOUT_KEY} for row in rows]
+    table = table_from_rows(
+        [
+            key
+            | {
+                "reward": result.reward,
+                "reward_breakdown": sorted(result.breakdown.items()),
+                "extracted": result.extracted,
+                "is_parseable": result.is_parseable,
+                "error": result.error,
+            }
+            for key, result in zip(keys, graded, strict=True)
+        ],
+        schemas.REWARDS,
+    )
+    has_token_rewards = any(result.token_rewards is not None for result in graded)
+    per_token = [key | {"token_rewards": result.token_rewards} for key, result in zip(keys, graded, strict=True)]
+    return table, per_token if has_token_rewards else []
+
+
+def grade_row(prompt: dict[str, Any], sample: dict[str, Any], *, where: str) -> "GradeRow":
+    """Return what a grader is given: a prompt's row and a sample's; `where` names the sample in messages."""
+    from ratchet.rewards.graders import GradeRow
+
+    return GradeRow(
+        where=where,
+        data_source=prompt["data_source"],
+        prompt=prompt["prompt"],
+        ground_truth=prompt["reward_model"]["ground_truth"],
+        extra_info=json.loads(prompt["extra_info"]),
+        completion=sample["completion"],
+        prompt_token_ids=sample["prompt_token_ids"],
+        completion_token_ids=sample["completion_token_ids"],
+        finish_reason=sample["finish_reason"],
+    )
+
+
+def grade_rows(context: Context, rows: "Sequence[GradeRow]", *, shaping: bool = True) -> "list[RewardResult]":
+    """Grade with the config's reward, which stays open between the steps of a process.
+
+    `shaping=False` leaves out what only steers training: the penalty on length.
+    """
+    return context.residents.grader().grade(rows, shaping=shaping)
+
+
+def _metrics(table: pa.Table) -> dict[str, float]:
+    rewards, parseable = table["reward"].to_pylist(), table["is_parseable"].to_pylist()
+    parts: dict[str, list[float]] = {}
+    for breakdown in table["reward_breakdown"].to_pylist():
+        for name, value in breakdown or ():
+            parts.setdefault(name, []).append(value)
+    several = {name: values for name, values in parts.items() if len(parts) > 1}
+    return {
+        **summary("critic/score", rewards),
+        "reward/parseable_ratio": sum(parseable) / len(parseable),
+        **{f"reward/{name}/mean": sum(values) / len(values) for name, values in several.items()},
+    }

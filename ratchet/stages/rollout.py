@@ -2,15 +2,23 @@
 
 from typing import Any
 
+import pyarrow as pa
+
 from ratchet.config import RunConfig
 from ratchet.data import schemas
-from ratchet.data.order import batch_positions, sample_seed
+from ratchet.data.order import batch_positions, refill_positions, sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.errors import EngineError
 from ratchet.stages.base import Context, Input, Result, Stage
-from ratchet.stages.settings import sampling_params
+from ratchet.stages.reward import REWARD_KEYS
+from ratchet.stages.rounds import sample_in_rounds
+from ratchet.stages.settings import greedy_params, sampling_params
+from ratchet.store.manifest import Artifact
 from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.metrics import summary
+
+GREEDY = -1
+"""sample_index of the greedy completion that ReMax compares with."""
 
 
 class Rollout(Stage):
@@ -26,6 +34,14 @@ class Rollout(Stage):
         "trainer.seed",
     )
 
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        more: tuple[str, ...] = ()
+        if config.algorithm.filter_groups.enable:
+            more = ("algorithm.filter_groups", "algorithm.compat", *REWARD_KEYS)
+        if "greedy_rewards" in config.advantage_needs:
+            more = (*more, "algorithm.adv_estimator")
+        return tuple(dict.fromkeys((*self.config_keys, *more)))
+
     def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
         assert step is not None
         return {
@@ -34,9 +50,6 @@ class Rollout(Stage):
         }
 
     def compute(self, context: Context) -> Result:
-        from ratchet.engines.model import chat_prompt_ids
-        from ratchet.engines.sampler import SampleRequest
-
         step, config = context.step, context.config
         assert step is not None
         prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
@@ -44,41 +57,66 @@ class Rollout(Stage):
         positions = batch_positions(
             step, prompt_ids, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )
-        batch = prompts.take(positions).to_pylist()
-        tokenizer = context.residents.tokenizer()
-        policy_version = step - 1
-        rows: list[dict[str, Any]] = []
-        for prompt in batch:
-            token_ids = chat_prompt_ids(tokenizer, prompt["prompt"])
-            for sample_index in range(config.actor_rollout_ref.rollout.n):
-                rows.append(
-                    {
-                        "group_id": f"{step:06d}/{prompt['prompt_id']}",
-                        "sample_index": sample_index,
-                        "prompt_id": prompt["prompt_id"],
-                        "prompt_token_ids": token_ids,
-                        "policy_version": policy_version,
-                        "seed": sample_seed(config.trainer.seed, step, prompt["prompt_id"], sample_index),
-                    }
-                )
-        requests = [SampleRequest(row["prompt_token_ids"], row["seed"]) for row in rows]
-        completions = context.residents.sampler(context.inputs["policy"]).sample(requests, sampling_params(config))
-        if len(completions) != len(rows):
-            raise EngineError(f"the sampler returned {len(completions)} completions for {len(rows)} requests")
-        for row, completion in zip(rows, completions, strict=True):
-            row["completion_token_ids"] = completion.token_ids
-            row["completion"] = completion.text
-            row["sampler_log_probs"] = completion.log_probs
-            row["finish_reason"] = completion.finish_reason
-        artifact = write_table(context.store, f"{context.folder}/rollouts", table_from_rows(rows, schemas.ROLLOUTS))
-        return Result(outputs={"rollouts": artifact}, policy_version=policy_version, metrics=_metrics(rows))
+        outputs: dict[str, Artifact] = {}
+        metrics: dict[str, float] = {}
+        if config.algorithm.filter_groups.enable:
+            spare = refill_positions(step, prompt_ids, positions, seed=config.trainer.seed)
+            kept, metrics = sample_in_rounds(context, prompts, positions, spare, sample_groups)
+            table = kept.rollouts
+            if not kept.has_token_rewards:
+                outputs["graded"] = write_table(context.store, f"{context.folder}/graded", kept.rewards)
+        else:
+            table = sample_groups(context, prompts, positions)
+        outputs["rollouts"] = write_table(context.store, f"{context.folder}/rollouts", table)
+        if "greedy_rewards" in config.advantage_needs:
+            # The prompts that are trained on, in the order of their groups.
+            ids = dict.fromkeys(table["prompt_id"].to_pylist())
+            place = {prompt_id: position for position, prompt_id in enumerate(prompt_ids)}
+            greedy = sample_groups(context, prompts, [place[prompt_id] for prompt_id in ids], is_greedy=True)
+            outputs["greedy_rollouts"] = write_table(context.store, f"{context.folder}/greedy_rollouts", greedy)
+        return Result(outputs=outputs, policy_version=step - 1, metrics=_metrics(table) | metrics)
 
 
-def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    lengths = [len(row["completion_token_ids"]) for row in rows]
-    truncated = [row["finish_reason"] == "length" for row in rows]
+def sample_groups(context: Context, prompts: pa.Table, positions: list[int], *, is_greedy: bool = False) -> pa.Table:
+    """Sample a group for each prompt at `positions`; one greedy completion each with `is_greedy`."""
+    from ratchet.engines.model import chat_prompt_ids
+    from ratchet.engines.sampler import SampleRequest
+
+    step, config = context.step, context.config
+    assert step is not None
+    tokenizer = context.residents.tokenizer()
+    rows: list[dict[str, Any]] = []
+    for prompt in prompts.take(positions).to_pylist():
+        token_ids = chat_prompt_ids(tokenizer, prompt["prompt"])
+        for sample_index in [GREEDY] if is_greedy else range(config.actor_rollout_ref.rollout.n):
+            rows.append(
+                {
+                    "group_id": f"{step:06d}/{prompt['prompt_id']}",
+                    "sample_index": sample_index,
+                    "prompt_id": prompt["prompt_id"],
+                    "prompt_token_ids": token_ids,
+                    "policy_version": step - 1,
+                    "seed": sample_seed(config.trainer.seed, step, prompt["prompt_id"], sample_index),
+                }
+            )
+    requests = [SampleRequest(row["prompt_token_ids"], row["seed"]) for row in rows]
+    params = greedy_params(config) if is_greedy else sampling_params(config)
+    completions = context.residents.sampler(context.inputs["policy"]).sample(requests, params)
+    if len(completions) != len(rows):
+        raise EngineError(f"the sampler returned {len(completions)} completions for {len(rows)} requests")
+    for row, completion in zip(rows, completions, strict=True):
+        row["completion_token_ids"] = completion.token_ids
+        row["completion"] = completion.text
+        row["sampler_log_probs"] = completion.log_probs
+        row["finish_reason"] = completion.finish_reason
+    return table_from_rows(rows, schemas.ROLLOUTS)
+
+
+def _metrics(table: pa.Table) -> dict[str, float]:
+    lengths = [len(ids) for ids in table["completion_token_ids"].to_pylist()]
+    truncated = [reason == "length" for reason in table["finish_reason"].to_pylist()]
     return {
         **summary("response_length", lengths),
-        "response_length/clip_ratio": sum(truncated) / len(rows),
-        **summary("prompt_length", [len(row["prompt_token_ids"]) for row in rows]),
+        "response_length/clip_ratio": sum(truncated) / len(truncated),
+        **summary("prompt_length", [len(ids) for ids in table["prompt_token_ids"].to_pylist()]),
     }

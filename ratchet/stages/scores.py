@@ -19,6 +19,10 @@ class Scores(Stage):
         self.name = f"{role}_scores"
         self.timing = {"policy": "old_log_prob", "reference": "ref"}[role]
 
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        more = ("algorithm.adv_estimator",) if self._with_squares(config) else ()
+        return (*self.config_keys, *more)
+
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return ("rollout",)
 
@@ -33,13 +37,21 @@ class Scores(Stage):
     def compute(self, context: Context) -> Result:
         rollouts = read_table(context.run.store, context.inputs["rollouts"].artifact, schemas.ROLLOUTS)
         scorer = context.residents.scorer(self.role, context.inputs["policy"])
-        log_probs = scorer.log_probs(
-            rollouts["prompt_token_ids"].to_pylist(), rollouts["completion_token_ids"].to_pylist()
-        )
+        prompts, completions = (rollouts[f"{part}_token_ids"].to_pylist() for part in ("prompt", "completion"))
+        with_squares = self._with_squares(context.config)
+        columns: dict[str, list[list[float]]] = {}
+        if with_squares:
+            columns[f"{self.role}_log_probs"], columns["sum_pi_squared"] = scorer.scores_with_sum_pi_squared(
+                prompts, completions
+            )
+        else:
+            columns[f"{self.role}_log_probs"] = scorer.log_probs(prompts, completions)
         keys = rollouts.select(list(schemas.ROLLOUT_KEY)).to_pylist()
-        rows = [key | {f"{self.role}_log_probs": values} for key, values in zip(keys, log_probs, strict=True)]
-        artifact = write_table(
-            context.store, f"{context.folder}/{self.name}", table_from_rows(rows, schemas.scores(self.role))
-        )
+        rows = [key | {name: values[row] for name, values in columns.items()} for row, key in enumerate(keys)]
+        schema = schemas.scores(self.role, with_sum_pi_squared=with_squares)
+        artifact = write_table(context.store, f"{context.folder}/{self.name}", table_from_rows(rows, schema))
         policy_version = context.inputs["policy"].manifest.content.step
         return Result(outputs={self.name: artifact}, policy_version=policy_version)
+
+    def _with_squares(self, config: RunConfig) -> bool:
+        return self.role == "policy" and "sum_pi_squared" in config.advantage_needs

@@ -1,5 +1,6 @@
 """From the run's config to the settings of each engine; the only place where the two meet."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config import RunConfig
@@ -7,6 +8,8 @@ from ratchet.data.order import steps_per_epoch
 from ratchet.store.run import Run
 
 if TYPE_CHECKING:
+    from ratchet.config.models import ActorConfig, CriticConfig
+    from ratchet.engines.critic import CriticSettings
     from ratchet.engines.sampler import SamplingParams
     from ratchet.engines.trainer import TrainerSettings
 
@@ -32,6 +35,11 @@ def sampling_params(config: RunConfig) -> "SamplingParams":
         max_tokens=config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def greedy_params(config: RunConfig) -> "SamplingParams":
+    """How the completions are made that ReMax compares with."""
+    return dataclasses.replace(sampling_params(config), temperature=0.0, with_log_probs=False)
 
 
 def validation_params(config: RunConfig) -> "SamplingParams":
@@ -74,39 +82,80 @@ def scorer_settings(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
+def value_scorer_settings(config: RunConfig, device: str) -> dict[str, Any]:
+    """Keyword arguments of the critic's scorer."""
+    return {
+        "compute_dtype": config.critic.fsdp_config.dtype,
+        "max_tokens_per_micro_batch": config.critic.forward_max_token_len_per_gpu,
+        "device": device,
+    }
+
+
 def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
-    """What the trainer is told."""
+    """What the policy's trainer is told."""
+    from ratchet.algorithms.batch import LossOptions
     from ratchet.engines.trainer import TrainerSettings
 
-    actor, optim = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.optim
-    rollout = config.actor_rollout_ref.rollout
-    steps = total_steps(run, config)
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
     return TrainerSettings(
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        adam_eps=optim.eps,
-        grad_clip=actor.grad_clip,
-        ppo_epochs=actor.ppo_epochs,
-        mini_batch_size=(actor.ppo_mini_batch_size or config.data.train_batch_size) * rollout.n,
-        shuffle=actor.shuffle,
-        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
-        micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
-        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
-        loss_norm_length=actor.loss_scale_factor or config.data.max_response_length,
+        **_update_settings(run, config, actor),
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        policy_loss=loss.loss_mode,
+        loss_options=LossOptions(
+            clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            clip_cov_ratio=loss.clip_cov_ratio,
+            clip_cov_lb=loss.clip_cov_lb,
+            clip_cov_ub=loss.clip_cov_ub,
+            kl_cov_ratio=loss.kl_cov_ratio,
+            ppo_kl_coef=loss.ppo_kl_coef,
+            tau_pos=actor.tau_pos,
+            tau_neg=actor.tau_neg,
+            dro_beta=loss.dro_beta,
+            compat=config.algorithm.compat,
+        ),
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
-        temperature=rollout.temperature,
-        lr_scheduler=optim.lr_scheduler_type,
-        warmup_steps=warmup,
-        total_steps=steps,
-        min_lr_ratio=optim.min_lr_ratio,
-        compute_dtype=actor.fsdp_config.dtype,
-        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
-        seed=config.trainer.seed,
+        temperature=config.actor_rollout_ref.rollout.temperature,
     )
+
+
+def critic_settings(run: Run, config: RunConfig) -> "CriticSettings":
+    """What the critic's trainer is told."""
+    from ratchet.engines.critic import CriticSettings
+
+    critic = config.critic
+    return CriticSettings(
+        **_update_settings(run, config, critic),
+        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        cliprange_value=critic.cliprange_value,
+    )
+
+
+def _update_settings(run: Run, config: RunConfig, section: "ActorConfig | CriticConfig") -> dict[str, Any]:
+    """What both trainers are told."""
+    optim, steps = section.optim, total_steps(run, config)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    mini_batch = section.ppo_mini_batch_size or config.data.train_batch_size
+    return {
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay,
+        "betas": optim.betas,
+        "adam_eps": optim.eps,
+        "lr_scheduler": optim.lr_scheduler_type,
+        "warmup_steps": warmup,
+        "total_steps": steps,
+        "min_lr_ratio": optim.min_lr_ratio,
+        "grad_clip": section.grad_clip,
+        "ppo_epochs": section.ppo_epochs,
+        "mini_batch_size": mini_batch * config.actor_rollout_ref.rollout.n,
+        "shuffle": section.shuffle,
+        "max_tokens_per_micro_batch": section.ppo_max_token_len_per_gpu,
+        "micro_batch_size": section.ppo_micro_batch_size_per_gpu,
+        "loss_agg_mode": section.loss_agg_mode,
+        "loss_norm_length": section.loss_scale_factor or config.data.max_response_length,
+        "compute_dtype": section.fsdp_config.dtype,
+        "seed": config.trainer.seed,
+    }

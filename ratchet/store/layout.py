@@ -45,6 +45,11 @@ def parse_owner(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def code(sha256: str, name: str) -> str:
+    """Key of a user's Python file, for those who read the run; `name` is the file's own, without folders."""
+    return f"code/{sha256}/{name}"
+
+
 def step_folder(step: int) -> str:
     """Folder of everything that belongs to `step`; step 0 is what precedes training."""
     return f"step-{step:06d}"

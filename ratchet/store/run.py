@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 POLICY_UPDATE = "policy_update"
+CRITIC_UPDATE = "critic_update"
 
 _MANIFESTS_IN_MEMORY = 512
 

@@ -1,17 +1,70 @@
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet.config import load_config, semantic
 from ratchet.config.load import known_keys
-from ratchet.config.semantics import EXTENT, OPERATIONAL, schedule_reads_extent, selected
-from ratchet.stages.base_policy import BasePolicy
+from ratchet.config.semantics import EXTENT, FIRST_KEYS, OPERATIONAL, schedule_reads_extent, selected
+from ratchet.stages.base_models import BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stages
 from ratchet.stages.preprocess import Preprocess
 
 OPTIM = "actor_rollout_ref.actor.optim"
+EVERYTHING = [
+    "algorithm.adv_estimator=gae",
+    "actor_rollout_ref.rollout.n=4",
+    "algorithm.rollout_correction.bypass_mode=false",
+]
+EVERYTHING += [
+    "actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
+    "reward_model.path=m",
+    "reward_model.type=rule",
+    "data.train_batch_size=8",
+]
+FREE_FORM = {"code", "custom_reward_function.path"}
+OTHERS: dict[str, list[Any]] = {
+    "data_source": ["x"],
+    "prompt_key": ["x"],
+    "lr_scheduler_type": ["linear"],
+    "ppo_mini_batch_size": [2],
+    "loss_scale_factor": [2.0],
+    "clip_ratio_low": [0.1],
+    "clip_ratio_high": [0.1],
+    "betas": [[0.5, 0.999]],
+    "loss_agg_mode": ["token-sum"],
+    "loss_mode": ["gspo"],
+    "dro_beta": [0.5],
+    "kl_loss_type": ["k1"],
+    "kl_penalty": ["k3"],
+    "dtype": ["float32"],
+    "name": ["hf"],
+    "temperature": [0.5],
+    "n": [2],
+    "min_lr_ratio": [0.5],
+    "lr_warmup_steps_ratio": [0.5],
+    "entropy_coeff": [0.5],
+    "algorithm.kl_ctrl.type": ["adaptive"],
+    "reward_model.type": ["model"],
+    "path": ["other"],
+    "weights": [{"rule": 2.0}],
+    "gsm8k_mode": ["strict"],
+    "reward_manager": ["dapo"],
+    "reward_kwargs": [{"x": 1}],
+    "adv_estimator": ["grpo"],
+    "gdpo_reward_keys": [["a"]],
+    "gdpo_reward_weights": [],
+    "metric": ["acc"],
+    "rollout_is": ["token"],
+    "rollout_rs": [],
+    "rollout_rs_threshold": [2.0],
+    "compat": ["verl"],
+}
+"""Other values of keys whose value is no number or switch; none where the key needs another one beside it."""
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
@@ -34,8 +87,52 @@ def test_every_key_that_a_stage_reads_exists() -> None:
         assert not set(stage.config_keys) - keys - sections, stage.name
 
 
-def test_a_run_is_what_its_keys_say_without_the_operational_ones() -> None:
-    assert _keys(semantic(load_config())) == set(known_keys()) - OPERATIONAL - EXTENT
+def test_a_run_of_defaults_is_the_keys_that_every_run_has() -> None:
+    assert _keys(semantic(load_config())) == FIRST_KEYS - EXTENT - {"actor_rollout_ref.model", "actor_rollout_ref.ref"}
+
+
+@pytest.mark.parametrize("key", sorted(set(known_keys()) - OPERATIONAL - EXTENT - FREE_FORM))
+def test_a_key_that_is_not_operational_makes_another_run(key: str) -> None:
+    usual = load_config(overrides=EVERYTHING)
+    value = usual.value(key)
+    name = key if key in OTHERS else key.rpartition(".")[2]
+    others = OTHERS[name] if name in OTHERS else [value + 1 if isinstance(value, int) else value / 2]
+    if isinstance(value, bool):
+        others = [not value]
+    for other in others:
+        changed = load_config(overrides=[*EVERYTHING, f"{key}={json.dumps(other)}"])
+        assert changed.value(key) != value
+        assert semantic(changed) != semantic(usual)
+
+
+def test_a_run_from_before_a_key_existed_is_the_same_run() -> None:
+    written = semantic(load_config(overrides=["actor_rollout_ref.actor.ppo_epochs=2"]))
+    assert written.keys() == {"data", "actor_rollout_ref", "reward_model", "algorithm", "trainer"}
+    assert written["reward_model"] == {"gsm8k_mode": "default"}
+    assert written["algorithm"]["kl_ctrl"] == {"type": "fixed", "kl_coef": 0.001}
+    assert written["actor_rollout_ref"]["ref"] == written["actor_rollout_ref"]["model"] == {}
+    adaptive = semantic(load_config(overrides=["algorithm.kl_ctrl.horizon=5"]))
+    assert adaptive["algorithm"]["kl_ctrl"] == {"type": "fixed", "kl_coef": 0.001, "horizon": 5}
+
+
+def test_a_critic_belongs_to_a_run_that_reads_it() -> None:
+    without = ["algorithm.adv_estimator=grpo", "critic.optim.lr=0.5", "critic.optim.lr_scheduler_type=cosine"]
+    assert semantic(load_config(overrides=without)) == semantic(load_config())
+    read = load_config(overrides=["algorithm.adv_estimator=gae", *without[1:], "critic.model.path=m"])
+    assert semantic(read)["critic"] == {"optim": {"lr": 0.5, "lr_scheduler_type": "cosine"}}
+    assert schedule_reads_extent(read)
+
+
+def test_python_files_are_known_by_what_is_in_them(tmp_path: Path) -> None:
+    def run(name: str, text: str) -> dict[str, Any]:
+        (tmp_path / name).write_text(text)
+        return semantic(load_config(overrides=[f"custom_reward_function.path={tmp_path / name}"]))
+
+    text = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+    here, elsewhere, other = run("a.py", text), run("b.py", text), run("a.py", f"{text}# another\n")
+    assert here == elsewhere
+    assert here != other
+    assert here["code"] == [hashlib.sha256(text.encode()).hexdigest()]
 
 
 @pytest.mark.parametrize(

@@ -196,11 +196,13 @@ def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
         ('{"question": "q"}', "no column 'answer'.* got question"),
         ('{"text": "q"}', "no column 'prompt'.* got text"),
         ("{}", "got no columns"),
-        ('{"question": "q", "answer": "72"}', "'#### <number>', got '72'"),
+        ('{"question": "q", "answer": "so 72"}', "'#### <number>', got 'so 72'"),
         ('{"prompt": "q", "chosen": "a"}', "expected a ground truth .* got the columns prompt, chosen; add one"),
         ('{"prompt": [], "answer": "1"}', "expected the prompt to be a text or a list of messages"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "expected messages of the texts role and content"),
         ('{"prompt": "q", "ground_truth": true}', "expected a ground truth, got True"),
+        ('{"prompt": [{"role": "human", "content": "q"}], "answer": "1"}', "message 1 has the role 'human'.*use user"),
+        ('{"prompt": [{"role": "usr", "content": "q"}], "answer": "1"}', "message 1 has the role 'usr'.*use user"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

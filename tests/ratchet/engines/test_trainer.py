@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, distributed
 
 from ratchet.algorithms.aggregation import LossAggMode
+from ratchet.algorithms.batch import LossOptions
 from ratchet.engines.model import load_causal_lm
 from ratchet.engines.trainer import Trainer, TrainerSettings, TrainRow
 from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
@@ -376,7 +377,9 @@ def test_the_learning_rate_follows_the_step(make_trainer: MakeTrainer) -> None:
         {"lr": -1.0},
         {"lr": float("nan")},
         {"temperature": 0.0},
-        {"clip_c": 1.0},
+        {"loss_options": LossOptions(clip_ratio_c=1.0)},
+        {"loss_options": LossOptions(clip_ratio_low=-0.1)},
+        {"policy_loss": "vanila"},
         {"lr_scheduler": "cosine"},
         {"loss_agg_mode": "seq-mean-token-sum-norm"},
     ],

@@ -2,15 +2,15 @@
 
 import pytest
 
-from ratchet.errors import DataError
-from ratchet.rewards.registry import RewardResult, reward_for
+from ratchet.errors import ConfigError, DataError
+from ratchet.rewards.registry import RewardResult, register_reward, reward_for, rule_for
 
 
 @pytest.mark.parametrize("data_source", ["openai/gsm8k", "ratchet/word-problems"])
 def test_gsm8k_format_sources_are_graded_by_the_gsm8k_rule(data_source: str) -> None:
     reward = reward_for(data_source)
-    assert reward(data_source, "#### 72.0", "72", {}) == RewardResult(1.0, {"gsm8k": 1.0}, "72", True)
-    assert reward(data_source, "#### ?", "72", {}) == RewardResult(0.0, {"gsm8k": 0.0}, None, False)
+    assert reward(data_source, "#### 72.0", "72", {}) == RewardResult(1.0, {}, "72", True)
+    assert reward(data_source, "#### ?", "72", {}) == RewardResult(0.0, {}, None, False)
 
 
 def test_the_mode_reaches_the_grader() -> None:
@@ -22,3 +22,25 @@ def test_an_unknown_data_source_is_named_with_the_nearest_known_one_first() -> N
         reward_for("gsm8k")
     with pytest.raises(DataError, match=r"'word_problems'; known: ratchet/word-problems, openai/gsm8k"):
         reward_for("word_problems")
+
+
+def test_a_decorated_function_grades_its_data_source() -> None:
+    @register_reward("tests/capitals", needs_ground_truth=False)
+    def is_upper(solution_str: str, extra_info: dict[str, int]) -> dict[str, float]:
+        return {"score": float(solution_str.isupper()), "length": len(solution_str) + extra_info["more"]}
+
+    reward = reward_for("tests/capitals")
+    assert reward("tests/capitals", "ABC", "", {"more": 2}) == RewardResult(1.0, {"length": 5.0})
+    assert not rule_for("tests/capitals").needs_ground_truth
+    with pytest.raises(DataError, match="'tests/capitalz'; known: tests/capitals, "):
+        reward_for("tests/capitalz")
+
+
+def test_a_name_is_taken_once_but_the_same_file_may_be_loaded_again() -> None:
+    source = "@register_reward('tests/again')\ndef grade(solution_str):\n    return 1.0\n"
+    for _ in range(2):
+        exec(source, {"register_reward": register_reward})
+    with pytest.raises(ConfigError, match="'tests/again' exists already"):
+        register_reward("tests/again")(lambda solution_str: 0.0)
+    with pytest.raises(ConfigError, match="'openai/gsm8k' exists already"):
+        register_reward("openai/gsm8k")(lambda solution_str: 0.0)

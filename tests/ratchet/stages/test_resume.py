@@ -12,7 +12,7 @@ from ratchet.data.parquet import read_table
 from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError, OwnershipLostError
 from ratchet.grains import loop
 from ratchet.grains.session import join_submission, open_session, submit
-from ratchet.stages.base_policy import BasePolicy
+from ratchet.stages.base_models import BasePolicy
 from ratchet.stages.graph import step_stage
 from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.recovery import RECOVERY

@@ -1,7 +1,6 @@
 """Each stage on what a run can meet: rows that cannot be graded, completions without tokens, groups of one."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table
 from ratchet.engines.sampler import Completion
@@ -18,10 +16,7 @@ from ratchet.errors import CommitConflictError, ConfigError, DataError, EngineEr
 from ratchet.grains import loop
 from ratchet.grains.entry import replay_stage
 from ratchet.grains.session import open_session, submit
-from ratchet.rewards.registry import RewardResult
-from ratchet.stages import reward as reward_stage
 from ratchet.stages.graph import step_stages
-from ratchet.stages.reward import grade
 from ratchet.store.run import POLICY_UPDATE, Run
 from tests.runs import (
     CUT,
@@ -257,35 +252,16 @@ def test_a_wrong_answer_is_told_apart_from_none(tmp_path: Path, tiny_model: Path
     assert metrics["reward/parseable_ratio"] == 0.5
 
 
-def test_a_reward_that_is_not_finite_is_refused_with_its_row(
-    tmp_path: Path, tiny_model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reward_stage, "reward_for", lambda source, gsm8k_mode: lambda *row: RewardResult(math.nan))
+def test_a_reward_that_is_not_finite_is_refused_with_its_row(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float('nan')\n"
+    )
+    config = one_step_config(tiny_model, problems, **{"custom_reward_function.path": str(tmp_path / "mine.py")})
     with (
-        prepared(tmp_path, one_step_config(tiny_model, problems), RIGHT) as session,
-        pytest.raises(NumericsError, match="rollout 000001/train-0000000, sample 0: the reward is nan"),
+        prepared(tmp_path, config, RIGHT) as session,
+        pytest.raises(NumericsError, match=r"rollout 000001/train-0000000, sample 0.*the reward is nan"),
     ):
         loop.run_step(session, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "here: prompt p has no reward_model.ground_truth"),
-        ({"data_source": "mine/own"}, "here: no reward function for data_source 'mine/own'"),
-        ({"reward_model": {"style": "rule", "ground_truth": "many"}}, "here: .*many"),
-    ],
-)
-def test_a_row_that_cannot_be_graded_is_an_error_that_names_it(changes: dict[str, Any], message: str) -> None:
-    prompt = {
-        "prompt_id": "p",
-        "data_source": "openai/gsm8k",
-        "reward_model": {"style": "rule", "ground_truth": "4"},
-        "extra_info": "{}",
-    }
-    assert grade(prompt, "#### 4", RunConfig(), where="here").reward == 1.0
-    with pytest.raises(DataError, match=message):
-        grade({**prompt, **changes}, "#### 4", RunConfig(), where="here")
 
 
 # -- advantage and update --------------------------------------------------------------------------------------------

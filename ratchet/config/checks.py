@@ -1,0 +1,178 @@
+"""What keys say about each other: contradictions, which are errors, and settings without effect, which warn.
+
+Trap: a config is read again from every submission, where each key has a value; so nothing here may ask whether a key
+was given, only what it says.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from ratchet.config.models import UpdateConfig
+
+if TYPE_CHECKING:
+    from ratchet.config.schema import RunConfig
+
+GROUP_ESTIMATORS = frozenset(
+    {
+        "grpo",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+)
+"""Estimators that compare the completions of one prompt with each other: a completion alone gets no advantage."""
+
+_STEP_FOLDER = re.compile(r"(global_step_|step-)\d+$")
+
+
+def combination_faults(config: "RunConfig") -> list[str]:
+    """Return every contradiction between keys, as messages that name them."""
+    return [*_update_faults(config), *_algorithm_faults(config), *_reward_faults(config), *_trainer_faults(config)]
+
+
+def config_warnings(config: "RunConfig") -> list[str]:
+    """Return what the config sets without effect, and settings from which nothing can be learnt."""
+    return [*_unused_sections(config), *_unused_keys(config)]
+
+
+def _update_faults(config: "RunConfig") -> Iterator[str]:
+    batch_size, actor = config.data.train_batch_size, config.actor_rollout_ref.actor
+    sections: dict[str, UpdateConfig] = {"actor_rollout_ref.actor": actor}
+    if config.critic_is_needed:
+        sections["critic"] = config.critic
+    for name, update in sections.items():
+        mini_batch = update.ppo_mini_batch_size
+        if mini_batch is not None and mini_batch > batch_size:
+            yield f"{name}.ppo_mini_batch_size is {mini_batch}, more than data.train_batch_size ({batch_size})"
+    if actor.policy_loss.loss_mode == "dro" and actor.policy_loss.dro_beta is None:
+        yield (
+            "actor_rollout_ref.actor.policy_loss.loss_mode is dro, whose penalty has no default: "
+            "set actor_rollout_ref.actor.policy_loss.dro_beta"
+        )
+
+
+def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    correction = algorithm.rollout_correction
+    if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield (
+            "actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward are both on: "
+            "the penalty would count twice"
+        )
+    if correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
+            "biases the ratio against the policy's; keep top_p=1 and top_k=-1, or set "
+            "algorithm.rollout_correction.bypass_mode=false"
+        )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        yield (
+            "actor_rollout_ref.rollout.val_kwargs.do_sample is on at temperature 0, which samples nothing: "
+            "set val_kwargs.temperature above 0"
+        )
+    for name in ("rollout_is", "rollout_rs"):
+        if correction.bypass_mode and getattr(correction, name) is not None:
+            yield (
+                f"algorithm.rollout_correction.{name} compares the policy's log-probs with the sampler's, and "
+                "bypass_mode takes the sampler's for both: set algorithm.rollout_correction.bypass_mode=false"
+            )
+    if algorithm.filter_groups.enable and rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable drops groups whose rewards are all equal, which a group of one always is: "
+            "set actor_rollout_ref.rollout.n above 1"
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if weights and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights has {len(weights)} weights, and algorithm.gdpo_reward_keys names "
+            f"{len(keys)} parts: expected a weight for each"
+        )
+
+
+def _reward_faults(config: "RunConfig") -> Iterator[str]:
+    reward, limit = config.reward_model, config.data.max_response_length
+    places = {
+        "model": ("reward_model.path", reward.path),
+        "api": ("reward_model.url", reward.url),
+        "custom": ("custom_reward_function.path", config.custom_reward_function.path),
+    }
+    for kind in config.reward_weights:
+        key, place = places.get(kind, ("", "given"))
+        if not place:
+            said = "reward_model.weights names" if reward.weights else "reward_model.type is"
+            yield f"{said} {kind}, and {key} is not set"
+    buffer = reward.overlong_buffer
+    if buffer.enable and buffer.len > limit:
+        yield f"reward_model.overlong_buffer.len is {buffer.len}, more than data.max_response_length ({limit})"
+
+
+def _trainer_faults(config: "RunConfig") -> Iterator[str]:
+    place = config.trainer.resume_from_path
+    if config.trainer.resume_mode != "resume_path":
+        return
+    if not place:
+        yield "trainer.resume_mode is resume_path, and trainer.resume_from_path names no run"
+    elif _STEP_FOLDER.search(place.rstrip("/")):
+        yield (
+            f"trainer.resume_from_path is {place}, the folder of a step; a run goes on after its newest commit: "
+            "expected the folder of the run, ROOT/RUN-ID"
+        )
+
+
+def _unused_sections(config: "RunConfig") -> Iterator[str]:
+    algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
+    if not config.critic_is_needed:
+        if _changes(config.critic, like=config.actor_rollout_ref.actor):
+            yield f"critic is configured, and algorithm.adv_estimator={estimator} uses none; gae does"
+        if config.trainer.critic_warmup:
+            yield f"trainer.critic_warmup has no effect: algorithm.adv_estimator={estimator} uses no critic"
+    switches = {
+        "algorithm.kl_ctrl": (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward=true"),
+        "algorithm.filter_groups": (algorithm.filter_groups.enable, "algorithm.filter_groups.enable=true"),
+        "reward_model.overlong_buffer": (config.reward_model.overlong_buffer.enable, "overlong_buffer.enable=true"),
+    }
+    for name, (is_on, switch) in switches.items():
+        section: BaseModel = config
+        for part in name.split("."):
+            section = getattr(section, part)
+        if not is_on and _changes(section):
+            yield f"{name} is configured without effect; {switch} turns it on"
+
+
+def _unused_keys(config: "RunConfig") -> Iterator[str]:
+    algorithm, reward, used = config.algorithm, config.reward_model, config.reward_weights
+    correction, estimator = algorithm.rollout_correction, algorithm.adv_estimator
+    if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            f"actor_rollout_ref.rollout.n is 1, and {estimator} compares the completions of one prompt with each "
+            "other: nothing is learnt from a group of one; set rollout.n above 1, or use another estimator"
+        )
+    places = {
+        "reward_model.path": ("model", reward.path),
+        "reward_model.url": ("api", reward.url),
+        "custom_reward_function.path": ("custom", config.custom_reward_function.path),
+    }
+    for key, (kind, place) in places.items():
+        if place and kind not in used:
+            yield f"{key} is given without effect: what grades is {', '.join(used)}"
+    if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
+        yield "algorithm.rollout_correction.rollout_rs_threshold has no effect without rollout_rs"
+    if algorithm.gdpo_reward_keys and estimator != "gdpo":
+        yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}"
+    trainer = config.trainer
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}"
+
+
+def _changes(section: BaseModel, *, like: BaseModel | None = None) -> bool:
+    """Whether some key is neither its default nor the value that it has in `like`."""
+    default, other = type(section)(), dict(like or ())
+    return any(value not in (getattr(default, name), other.get(name)) for name, value in section)

@@ -1,0 +1,147 @@
+"""Sequences laid one after another without padding, and the models that run over them.
+
+Trap: the hidden state at place t belongs to what comes at place t + 1, and a model must run with `use_cache=False`,
+since with a cache transformers lets packed sequences see each other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ratchet.data.packing import pack_by_tokens
+from ratchet.engines.model import check_weights
+from ratchet.engines.packed_attention import attention_arguments, use_packed_attention
+from ratchet.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """Sequences laid one after another, and the tokens among them that are scored (N of T)."""
+
+    input_ids: Tensor
+    """int64 [1, T]."""
+    position_ids: Tensor
+    """int64 [1, T], from 0 in each sequence."""
+    sequence_lengths: list[int]
+    """Tokens of each sequence; they sum to T."""
+    predictors: Tensor
+    """int64 [N]: the place whose hidden state predicts the scored token, one before it."""
+    targets: Tensor
+    """int64 [N]: the scored token ids."""
+
+
+def pack(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]] | None,
+    device: torch.device,
+) -> PackedTokens:
+    """Pack prompt + completion of each row; the completion tokens inside `masks` (None: all) are scored, in row order.
+
+    No rows give one dummy token and nothing scored, so that a rank without work can join its peers' collectives. Raises
+    DataError for a completion without a prompt, whose first token nothing predicts.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    lengths: list[int] = []
+    predictors: list[int] = []
+    targets: list[int] = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not prompt:
+            raise DataError(f"expected at least one prompt token, got none in row {row}")
+        first = len(ids) + len(prompt) - 1
+        for place, token in enumerate(completion):
+            if masks is None or masks[row][place]:
+                predictors.append(first + place)
+                targets.append(token)
+        ids += [*prompt, *completion]
+        lengths.append(len(prompt) + len(completion))
+        positions += range(lengths[-1])
+    if not lengths:
+        ids, positions, lengths = [0], [0], [1]
+    return PackedTokens(
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        sequence_lengths=lengths,
+        predictors=torch.tensor(predictors, dtype=torch.long, device=device),
+        targets=torch.tensor(targets, dtype=torch.long, device=device),
+    )
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model that runs over packed sequences.
+
+    Dropout is switched off for good: a ratio of probabilities, or a difference of values, means nothing if either is
+    noisy.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        use_packed_attention(model)
+        self.model: Any = model
+
+    def hidden(self, packed: PackedTokens) -> Tensor:
+        """Last hidden states [N, H] at the predictors."""
+        outputs = self.model.base_model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            **attention_arguments(packed.sequence_lengths, packed.input_ids.device),
+        )
+        hidden: Tensor = outputs.last_hidden_state[0].index_select(0, packed.predictors)
+        return hidden
+
+    def named_weights(self, *, with_tied: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under Hugging Face names; tied ones once, by the name of their first module, unless asked for."""
+        yield from self.model.named_parameters(remove_duplicate=not with_tied)
+
+    def float32_modules(self) -> list[nn.Module]:
+        """Parts that compute in float32 whatever the rest does."""
+        return []
+
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights in place, cast to their dtypes; a tied output layer may be missing.
+
+        Raises EngineError, before anything is replaced, for a missing or unknown name or a wrong shape.
+        """
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        own = dict(self.named_weights())
+        names = {id(parameter): name for name, parameter in own.items()}
+        tied = {name: names[id(parameter)] for name, parameter in self.named_weights(with_tied=True) if name not in own}
+        given = check_weights(pairs, {name: tuple(parameter.shape) for name, parameter in own.items()}, tied)
+        with torch.no_grad():
+            for name, tensor in given.items():
+                own[name].copy_(tensor)
+
+
+def score(
+    forward: Callable[[PackedTokens], Sequence[Tensor]],
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    columns: int = 1,
+    max_tokens: int,
+    device: torch.device,
+) -> list[list[list[float]]]:
+    """What `forward` ([N] per column) says of every completion token: by column, by row, by token.
+
+    Rows are packed by length and come back in their own order.
+    """
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    wanted = [row for row, completion in enumerate(completions) if completion]
+    scored: list[list[list[float]]] = [[[] for _ in completions] for _ in range(columns)]
+    for places in pack_by_tokens([lengths[row] for row in wanted], max_tokens):
+        rows = [wanted[place] for place in places]
+        packed = pack([prompts[row] for row in rows], [completions[row] for row in rows], None, device)
+        for column, tensor in zip(scored, forward(packed), strict=True):
+            values = iter(tensor.tolist())
+            for row in rows:
+                column[row] = [next(values) for _ in completions[row]]
+    return scored

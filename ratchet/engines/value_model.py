@@ -1,0 +1,124 @@
+"""A value head on a Hugging Face backbone: one number for a place in a sequence.
+
+Trap: a folder may be a policy's, a classifier's or a critic's export, and each has weights that the others lack. The
+backbone is held to the same checks as any model; the head is found by its name, or is 0 where there is none.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from ratchet.engines.model import weight_files
+from ratchet.engines.packed import PackedModel, PackedTokens
+from ratchet.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+HEADS = ("score", "classifier", "v_head.summary", "value_head")
+"""Names of a head of one number: of transformers' classifiers, of TRL, of others. Ours are exported as "score"."""
+_OUTPUT_LAYER = "lm_head."
+
+
+class ValueModel(PackedModel):
+    """A backbone with a linear head of one output, which computes in float32 whatever the backbone does."""
+
+    def __init__(self, backbone: PreTrainedModel, head: nn.Linear) -> None:
+        super().__init__(backbone)
+        self.score = head
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, dtype: torch.dtype, *, device: torch.device, needs_head: bool = False
+    ) -> "ValueModel":
+        """Load any decoder's folder: a causal language model's, a classifier's of one label, an export of this class.
+
+        An output layer is left out. Without a head (see HEADS) it is 0: the first values are then 0, which is what is
+        known before training, and they need no seed. Raises EngineError where weights are missing or have other shapes,
+        or where `needs_head` and there is none.
+        """
+        backbone = load_backbone(folder, dtype).to(device)  # type: ignore[arg-type]
+        head = read_head(folder, backbone.config.get_text_config().hidden_size)
+        if head is None and needs_head:
+            expected = ", ".join(f"{name}.weight" for name in HEADS)
+            raise EngineError(f"model folder {str(folder)!r} holds no value or reward head; expected one of {expected}")
+        if head is None:
+            head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
+            nn.init.zeros_(head.weight)
+        return cls(backbone, head.to(device))
+
+    def forward(self, packed: PackedTokens) -> Tensor:
+        """Values [N], float32, at the predictors: of what is known before each scored token."""
+        values: Tensor = self.score(self.hidden(packed).float())
+        # A sum over the one label and not its slice: FSDP hooks into what is returned, and a view could lose the hook.
+        return values.sum(-1)
+
+    def named_weights(self, *, with_tied: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names that classifiers have: "model.layers...", "score.weight"."""
+        prefix = self.model.base_model_prefix
+        for name, parameter in super().named_weights(with_tied=with_tied):
+            yield f"{prefix}.{name}", parameter
+        for name, parameter in self.score.named_parameters():
+            yield f"score.{name}", parameter
+
+    def float32_modules(self) -> list[nn.Module]:
+        """The head: in bfloat16 a value near 1 would be known to 1 in 256."""
+        return [self.score]
+
+
+def load_backbone(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The decoder of a folder without output layer or head, on the CPU, in eval mode, without code from the folder.
+
+    Raises EngineError where the files lack a weight or hold one of another shape.
+    """
+    try:
+        loaded: Any = AutoModel.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise EngineError(f"model in {str(folder)!r} cannot be loaded: {error}") from error
+    backbone, info = loaded
+    assert isinstance(backbone, PreTrainedModel)
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info[kind])
+    if wrong:
+        raise EngineError(f"model in {str(folder)!r} lacks weights or has them in other shapes: {', '.join(wrong[:5])}")
+    left_out = (_OUTPUT_LAYER, *(f"{name}." for name in HEADS))
+    unexpected = sorted(name for name in info["unexpected_keys"] if not name.startswith(left_out))
+    if unexpected:
+        logger.warning("weights that the backbone has no place for: %s", ", ".join(unexpected[:5]))
+    backbone.train(False)
+    return backbone
+
+
+def read_head(folder: Path, hidden_size: int) -> nn.Linear | None:
+    """The head that the folder's weights hold, in float32, or None; EngineError for more than one output or head."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            names = {f"{head}.{part}" for head in HEADS for part in ("weight", "bias")}
+            found |= {name: file.get_tensor(name).float() for name in names.intersection(file.keys())}
+    heads = [head for head in HEADS if f"{head}.weight" in found]
+    if not heads:
+        return None
+    if len(heads) > 1:
+        raise EngineError(f"model folder {str(folder)!r} holds several heads: {', '.join(heads)}; expected one")
+    weight, bias = found[f"{heads[0]}.weight"], found.get(f"{heads[0]}.bias")
+    if tuple(weight.shape) != (1, hidden_size) or (bias is not None and tuple(bias.shape) != (1,)):
+        got = f"{tuple(weight.shape)} and a bias of {None if bias is None else tuple(bias.shape)}"
+        raise EngineError(f"expected {heads[0]}.weight of one label, (1, {hidden_size}), in {str(folder)!r}, got {got}")
+    head = nn.Linear(hidden_size, 1, bias=bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return head

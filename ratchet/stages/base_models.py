@@ -1,0 +1,89 @@
+"""Version 0 of policy and critic: the base models are copied into the run once, as what step 0's updates publish.
+
+Later stages read weights, config and tokenizer from the run alone, wherever they run.
+"""
+
+import shutil
+from pathlib import Path
+
+from ratchet.config import RunConfig
+from ratchet.errors import ConfigError, EngineError
+from ratchet.stages.base import Context, Input, Result, Stage
+from ratchet.store.artifacts import scratch, write_folder
+from ratchet.store.manifest import digest_of, sha256_file
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+
+_KEPT = (".json", ".jinja", ".model", ".txt")
+
+
+class CopiedModel(Stage):
+    """Copy a model folder (safetensors, config, tokenizer, chat template) into the run."""
+
+    role: str
+
+    def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
+        return {}
+
+    def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
+        from ratchet.engines.model import resolve_model_folder
+
+        try:
+            folder = resolve_model_folder(self.path(config))
+        except EngineError:
+            return None
+        files = {path.name: sha256_file(path) for path in _kept(folder)}
+        return {"base_model": digest_of(files)}
+
+    def compute(self, context: Context) -> Result:
+        from ratchet.engines.model import resolve_model_folder
+
+        folder = resolve_model_folder(self.path(context.config))
+        self.check(folder)
+        with scratch() as copy:
+            for path in _kept(folder):
+                shutil.copyfile(path, copy / path.name)
+            artifact = write_folder(context.store, f"{context.folder}/{self.role}", copy)
+        return Result(outputs={self.role: artifact}, policy_version=0)
+
+    def path(self, config: RunConfig) -> str:
+        """Return the model's place; ConfigError where none is set."""
+        raise NotImplementedError
+
+    def check(self, folder: Path) -> None:
+        """Raise where the model cannot be used for its role."""
+
+
+class BasePolicy(CopiedModel):
+    """Policy version 0."""
+
+    name = POLICY_UPDATE
+    role = "policy"
+
+    def path(self, config: RunConfig) -> str:
+        path = config.actor_rollout_ref.model.path
+        if not path:
+            raise ConfigError("actor_rollout_ref.model.path is not set: expected a Hugging Face id or a local folder")
+        return path
+
+    def check(self, folder: Path) -> None:
+        from ratchet.engines.model import load_tokenizer
+
+        load_tokenizer(folder)  # a model that cannot be prompted must not become the run's policy
+
+
+class BaseCritic(CopiedModel):
+    """Critic version 0: the backbone; a value head that the folder lacks is added when the critic is opened."""
+
+    name = CRITIC_UPDATE
+    role = "critic"
+
+    def path(self, config: RunConfig) -> str:
+        return config.critic.model.path or BasePolicy().path(config)
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The model's own weights and what is text; some folders hold a second copy of the weights in another format."""
+    from ratchet.engines.model import weight_files
+
+    texts = [path for path in folder.iterdir() if path.suffix in _KEPT and path.is_file()]
+    return sorted([*weight_files(folder), *texts])

@@ -1,0 +1,127 @@
+"""The rollouts of one step with everything that was said of them, joined by key, as padded tensors."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from ratchet.data import schemas
+from ratchet.data.join import aligned
+from ratchet.data.parquet import read_table
+from ratchet.data.ragged import lengths_of, padded
+from ratchet.errors import DataError, NumericsError
+from ratchet.stages.base import Context
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRollouts:
+    """B rollouts padded to T completion tokens, in the order of the rollouts table."""
+
+    table: pa.Table
+    mask: "Tensor"
+    """bool [B, T]."""
+    group_index: "Tensor"
+    """int64 [B]."""
+    rewards: "Tensor"
+    """float64 [B], as they were graded."""
+    token_rewards: "Tensor"
+    """float32 [B, T]."""
+    reward_parts: "dict[str, Tensor]" = field(default_factory=dict)
+    greedy_rewards: "Tensor | None" = None
+    sampler_log_probs: "Tensor | None" = None
+    policy_log_probs: "Tensor | None" = None
+    reference_log_probs: "Tensor | None" = None
+    sum_pi_squared: "Tensor | None" = None
+    values: "Tensor | None" = None
+
+    def name(self, row: int) -> str:
+        """Return what to call a row in a message."""
+        group_id, sample_index = (self.table[name][row].as_py() for name in schemas.ROLLOUT_KEY)
+        return f"rollout {group_id}, sample {sample_index}"
+
+
+def read_step(context: Context) -> StepRollouts:
+    """Join the tables that the stage's inputs name; DataError where one does not fit the rollouts."""
+    import torch
+
+    rollouts = _table(context, "rollouts", schemas.ROLLOUTS)
+    rewards = aligned(rollouts, _table(context, "rewards", schemas.REWARDS), "rewards")
+    lengths = lengths_of(rollouts["completion_token_ids"])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    groups: dict[str, int] = {}
+    group_ids = rollouts["group_id"].to_pylist()
+    step = StepRollouts(
+        table=rollouts,
+        mask=mask,
+        group_index=torch.tensor([groups.setdefault(group_id, len(groups)) for group_id in group_ids]),
+        rewards=torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64),
+        token_rewards=torch.zeros(mask.shape),
+        reward_parts=_parts(rewards),
+    )
+    _check_finite(step)
+    rows = torch.arange(len(lengths))[lengths > 0]
+    step.token_rewards[rows, lengths[rows] - 1] = step.rewards[rows].float()
+    if "token_rewards" in context.inputs:
+        _spread(step, aligned(rollouts, _table(context, "token_rewards", schemas.TOKEN_REWARDS), "token_rewards"))
+    if not rollouts["sampler_log_probs"].null_count:
+        step.sampler_log_probs = padded(rollouts["sampler_log_probs"], mask)
+    for role in ("policy", "reference"):
+        name = f"{role}_scores"
+        if name in context.inputs:
+            with_squares = role == "policy" and "sum_pi_squared" in context.config.advantage_needs
+            schema = schemas.scores(role, with_sum_pi_squared=with_squares)
+            scores = aligned(rollouts, _table(context, name, schema), name)
+            setattr(step, f"{role}_log_probs", padded(scores[f"{role}_log_probs"], mask))
+            if with_squares:
+                step.sum_pi_squared = padded(scores["sum_pi_squared"], mask)
+    if "values" in context.inputs:
+        step.values = padded(aligned(rollouts, _table(context, "values", schemas.VALUES), "values")["values"], mask)
+    if "greedy_rewards" in context.inputs:
+        step.greedy_rewards = _greedy_rewards(context, group_ids)
+    return step
+
+
+def _table(context: Context, role: str, schema: pa.Schema) -> pa.Table:
+    return read_table(context.run.store, context.inputs[role].artifact, schema)
+
+
+def _check_finite(step: StepRollouts) -> None:
+    import torch
+
+    for row in (~torch.isfinite(step.rewards)).nonzero()[:1]:
+        raise NumericsError(f"{step.name(int(row))}: the reward is {step.rewards[row].item()}")
+
+
+def _parts(rewards: pa.Table) -> "dict[str, Tensor]":
+    """The parts that every row has, as columns."""
+    import torch
+
+    rows: list[dict[str, float]] = [dict(parts or ()) for parts in rewards["reward_breakdown"].to_pylist()]
+    names = set(rows[0]).intersection(*rows[1:]) if rows else set()
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in sorted(names)}
+
+
+def _spread(step: StepRollouts, table: pa.Table) -> None:
+    """Put the token rewards of rows that have them in place of the one on the last token."""
+    import torch
+
+    for row, values in enumerate(table["token_rewards"].to_pylist()):
+        if values is None:
+            continue
+        length = int(step.mask[row].sum())
+        if len(values) != length:
+            raise DataError(f"{step.name(row)}: {len(values)} token rewards for {length} completion tokens")
+        step.token_rewards[row, :length] = torch.tensor(values)
+
+
+def _greedy_rewards(context: Context, group_ids: list[str]) -> "Tensor":
+    import torch
+
+    table: list[dict[str, Any]] = _table(context, "greedy_rewards", schemas.REWARDS).to_pylist()
+    by_group = {row["group_id"]: row["reward"] for row in table}
+    if missing := sorted(set(group_ids) - by_group.keys()):
+        raise DataError(f"greedy_rewards: no row for {len(missing)} groups; the first is {missing[0]}")
+    return torch.tensor([by_group[group_id] for group_id in group_ids], dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""Import paths that verl users type; the work is elsewhere."""

@@ -1,0 +1,40 @@
+import pyarrow as pa
+import pytest
+import torch
+
+from ratchet.data.ragged import lengths_of, padded, ragged
+from ratchet.errors import DataError
+
+FLOATS = pa.list_(pa.float32())
+
+
+def _mask(column: pa.ChunkedArray) -> torch.Tensor:
+    lengths = lengths_of(column)
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def test_lists_are_padded_on_the_right_and_come_back_as_they_were() -> None:
+    column = pa.chunked_array([pa.array([[1.0, 2.0], []], FLOATS), pa.array([[3.0, 4.0, 5.0]], FLOATS)])
+    mask = _mask(column)
+    values = padded(column, mask)
+    assert values.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 5.0]]
+    assert ragged(values, mask).to_pylist() == column.to_pylist()
+
+
+def test_a_slice_of_a_longer_column_is_read_from_its_own_start() -> None:
+    column = pa.chunked_array([pa.array([[9.0, 9.0], [1.0], [2.0, 3.0]], FLOATS)]).slice(1)
+    assert padded(column, _mask(column)).tolist() == [[1.0, 0.0], [2.0, 3.0]]
+
+
+def test_what_is_outside_the_mask_is_left_out() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    assert ragged(torch.tensor([[1.0, float("nan")], [2.0, 3.0]]), mask).to_pylist() == [[1.0], [2.0, 3.0]]
+    assert ragged(mask, mask).to_pylist() == [[True], [True, True]]
+
+
+def test_a_row_of_another_length_than_its_tokens_is_named() -> None:
+    column = pa.chunked_array([pa.array([[1.0], [2.0, 3.0]], FLOATS)])
+    with pytest.raises(DataError, match="row 1 has 2 entries for 1 completion tokens"):
+        padded(column, torch.tensor([[True, False], [True, False]]))
+    with pytest.raises(DataError, match="1 of 2 rows are null"):
+        lengths_of(pa.chunked_array([pa.array([[1.0], None], FLOATS)]))

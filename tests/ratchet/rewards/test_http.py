@@ -1,0 +1,310 @@
+"""Rewards over HTTP, against a real server that answers, fails, hangs and lies."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from ratchet.config.rewards import RewardModelConfig
+from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
+from ratchet.rewards import http
+from ratchet.rewards.data_proto import GradeRow
+from ratchet.rewards.http import HttpReward
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def rewards(*values: Any) -> Answer:
+    return 200, {}, json.dumps({"rewards": values}).encode()
+
+
+def lengths(body: dict[str, Any]) -> Answer:
+    return rewards(*[float(len(row["completion"])) for row in body["rows"]])
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by `answer(request body)`; keeps what it was asked."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer: Callable[[dict[str, Any]], Answer] = lengths
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.num_connections = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone is what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        with self.server.lock:
+            self.server.num_connections += 1
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.headers.append(dict(self.headers))
+        status, headers, content = self.server.answer(body)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.01)
+
+
+def _rows(*completions: str) -> list[GradeRow]:
+    return [
+        GradeRow(
+            where=f"rollout {index}",
+            data_source="mine",
+            prompt=[{"role": "user", "content": "q"}],
+            completion=completion,
+            ground_truth="72",
+            extra_info={"index": index},
+        )
+        for index, completion in enumerate(completions)
+    ]
+
+
+def _score(server: Server, rows: list[GradeRow], **settings: Any) -> list[float]:
+    config = RewardModelConfig(type="api", **{"url": server.url, "timeout": 5.0, **settings})
+    with closing(HttpReward(config)) as reward:
+        return [result.reward for result in reward.score(rows)]
+
+
+def _in_turn(*answers: Answer) -> Callable[[dict[str, Any]], Answer]:
+    queue = list(answers)
+    return lambda body: queue.pop(0) if len(queue) > 1 else queue[0]
+
+
+def test_rows_go_out_in_batches_and_rewards_come_back_in_order(server: Server) -> None:
+    rows = _rows(*["x" * index for index in range(10)])
+    assert _score(server, rows, batch_size=3) == [float(index) for index in range(10)]
+    assert sorted(len(body["rows"]) for body in server.bodies) == [1, 3, 3, 3]
+    assert [row for body in server.bodies for row in body["rows"] if row["extra_info"]["index"] == 4] == [
+        {
+            "prompt": [{"role": "user", "content": "q"}],
+            "completion": "xxxx",
+            "ground_truth": "72",
+            "data_source": "mine",
+            "extra_info": {"index": 4},
+        }
+    ]
+
+
+def test_2048_rows_of_an_endpoint_of_10_ms_take_less_than_a_second(server: Server) -> None:
+    def slow(body: dict[str, Any]) -> Answer:
+        time.sleep(0.01)
+        return lengths(body)
+
+    server.answer = slow
+    rows = _rows(*["x" * (index % 50) for index in range(2048)])
+    config = RewardModelConfig(type="api", url=server.url)
+    with closing(HttpReward(config)) as reward:
+        started = time.perf_counter()
+        results = reward.score(rows)
+        assert time.perf_counter() - started < 1
+        reward.score(rows)
+    assert [result.reward for result in results] == [float(index % 50) for index in range(2048)]
+    assert server.num_connections <= config.concurrency
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_a_failure_that_may_pass_is_tried_again(server: Server, status: int) -> None:
+    server.answer = _in_turn((status, {"Retry-After": "0"}, b"busy"), (status, {}, b"busy"), rewards(0.5))
+    assert _score(server, _rows("a")) == [0.5]
+    assert len(server.bodies) == 3
+
+
+def test_a_response_that_breaks_off_is_tried_again(server: Server) -> None:
+    whole = rewards(0.5)
+    server.answer = _in_turn((200, {"Content-Length": "99", "Connection": "close"}, rewards(0.25)[2]), whole)
+    assert _score(server, _rows("a")) == [0.5]
+
+
+def test_retries_are_counted_and_the_last_failure_is_told_with_url_status_and_rows(server: Server) -> None:
+    server.answer = lambda body: (503, {}, b"no model loaded")
+    with pytest.raises(
+        EngineError,
+        match=rf"{server.url}, 2 rows, rollout 0 to rollout 1: expected status 200, got 503 .*no model .*\(3 tries\)",
+    ):
+        _score(server, _rows("a", "b"), retries=2)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("status", [301, 302, 400, 401, 404])
+def test_a_failure_that_will_not_pass_is_told_at_once_and_redirects_are_not_followed(
+    server: Server, status: int
+) -> None:
+    server.answer = lambda body: (status, {"Location": "/elsewhere"}, b"no")
+    with pytest.raises(EngineError, match=f"got {status} "):
+        _score(server, _rows("a"))
+    assert len(server.bodies) == 1
+
+
+def test_one_failed_batch_ends_the_others_tries(server: Server) -> None:
+    def answer(body: dict[str, Any]) -> Answer:
+        return (400, {}, b"bad row") if body["rows"][0]["completion"] == "bad" else (503, {"Retry-After": "30"}, b"")
+
+    server.answer = answer
+    started = time.perf_counter()
+    with pytest.raises(EngineError, match=r"/score, rollout 1: .*bad row"):
+        _score(server, _rows("a", "bad", "c"), batch_size=1)
+    while any(thread.name.startswith("reward") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert time.perf_counter() - started < 3
+
+
+def test_a_server_that_hangs_is_given_up_after_the_timeout(server: Server) -> None:
+    release = threading.Event()
+    server.answer = lambda body: (release.wait(10), rewards(1.0))[1]
+    with pytest.raises(EngineError, match=r"no answer within 0\.2 s \(2 tries\)"):
+        _score(server, _rows("a"), timeout=0.2, retries=1)
+    release.set()
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up_after_the_timeout(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trickle(self: _Handler) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        for _ in range(100):
+            self.wfile.write(b" ")
+            time.sleep(0.05)
+
+    monkeypatch.setattr(_Handler, "do_POST", trickle)
+    started = time.perf_counter()
+    with pytest.raises(EngineError, match=r"no answer within 0\.3 s"):
+        _score(server, _rows("a"), timeout=0.3, retries=0)
+    assert time.perf_counter() - started < 2
+
+
+def test_a_server_that_is_not_there_is_named(server: Server) -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1/score, rollout 0: .*Connection refused \(2 tries\)"):
+        _score(server, _rows("a"), url="http://127.0.0.1:1/score?key=hidden", retries=1)
+
+
+def test_a_request_that_cannot_be_sent_is_told_at_once(server: Server) -> None:
+    with pytest.raises(EngineError, match=r"http://\.\.\./, rollout 0: ") as caught:
+        _score(server, _rows("a"), url="http://.../")
+    assert "tries" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<html>", "expected JSON with the key rewards, got '<html>'"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"[1.0]", r'expected \{"rewards": \[...\]\}, got'),
+        (b'{"scores": [1.0]}', r'expected \{"rewards": \[...\]\}, got'),
+        (b'{"rewards": 1.0}', r'expected \{"rewards": \[...\]\}, got'),
+        (b'{"rewards": [1.0]}', "expected 2 rewards, got 1"),
+        (b'{"rewards": [1.0, 2.0, 3.0]}', "expected 2 rewards, got 3"),
+        (b'{"rewards": [1.0, "2"]}', "rollout 1: .*expected a number as reward, got str '2'"),
+        (b'{"rewards": [1.0, null]}', "rollout 1: .*expected a number as reward, got NoneType"),
+        (b'{"rewards": [1.0, true]}', "rollout 1: expected a number .*got true"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_an_error_and_not_a_zero(server: Server, content: bytes, message: str) -> None:
+    server.answer = lambda body: (200, {}, content)
+    with pytest.raises(DataError, match=message) as caught:
+        _score(server, _rows("a", "b"))
+    assert server.url in str(caught.value)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"1e999", b"1" + b"0" * 400])
+def test_a_reward_that_is_not_finite_names_its_row(server: Server, value: bytes) -> None:
+    server.answer = lambda body: (200, {}, b'{"rewards": [0.0, ' + value + b"]}")
+    with pytest.raises(NumericsError, match=r"rollout 1: .*expected a finite number"):
+        _score(server, _rows("a", "b"))
+
+
+def test_an_endless_response_is_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 2**20)
+    server.answer = lambda body: (200, {}, b" " * (2**20 + 1))
+    with pytest.raises(DataError, match="longer than 1 MiB"):
+        _score(server, _rows("a"))
+
+
+def test_the_authorization_header_comes_from_the_environment_and_is_never_shown(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "Bearer s3cr3t\n")
+    assert _score(server, _rows("a"), auth_env="REWARD_TOKEN") == [1.0]
+    assert server.headers[0]["Authorization"] == "Bearer s3cr3t"
+    server.answer = lambda body: (503, {}, b"Bearer s3cr3t is over its quota; key=s3cr3t")
+    with pytest.raises(EngineError, match=r"\*\*\* is over its quota") as caught:
+        _score(server, _rows("a"), auth_env="REWARD_TOKEN", retries=1)
+    assert "s3cr3t" not in str(caught.value) + caplog.text
+
+
+def test_no_other_credentials_are_sent(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password mine\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    _score(server, _rows("a"))
+    assert "Authorization" not in server.headers[0]
+
+
+@pytest.mark.parametrize("value", [None, "", "two\nlines", "Bearer \u20ac"])
+def test_a_secret_that_cannot_be_sent_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    if value is None:
+        monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    else:
+        monkeypatch.setenv("REWARD_TOKEN", value)
+    with pytest.raises(ConfigError, match="REWARD_TOKEN") as caught:
+        HttpReward(RewardModelConfig(type="api", url="http://host/score", auth_env="REWARD_TOKEN"))
+    assert "two" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "host/score", "ftp://host", "http://", "http://user:pw@host/", "http://host:port/", "http://[::1"]
+)
+def test_a_url_that_cannot_be_posted_to_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward_model\.url") as caught:
+        HttpReward(RewardModelConfig(type="api", url=url))
+    assert "pw" not in str(caught.value)
