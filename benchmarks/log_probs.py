@@ -3,9 +3,9 @@
     python -m benchmarks.log_probs --rounds 5
     python -m benchmarks.log_probs --device cuda --tokens 16384
 
-The target is a peak below a tenth of the naive way's, in at most 1.3 times its time. Trap: memory is the high-water mark
-of a process, so each way is measured in one of its own; and since both must return the gradients of hidden states and
-output layer, these are shown apart. Times take turns within one process, and are compared within a round.
+The target is a peak below a tenth of the naive way's, in at most 1.3 times its time. Trap: memory is the high-water
+mark of a process, so each way is measured in one of its own; and since both must return the gradients of hidden states
+and output layer, these are shown apart. Times take turns within one process, and are compared within a round.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from ratchet.algorithms.groups import (
     verl_segment_statistics,
     verl_statistics,
 )
-from ratchet.algorithms.masked import output_dtype, row_lengths
+from ratchet.algorithms.masked import as_numbers, output_dtype, row_lengths
 from ratchet.algorithms.whitening import EPSILON, masked_whiten
 
 __all__ = [
@@ -259,10 +259,10 @@ def _verl_groups(batch: AdvantageBatch) -> tuple[Tensor, Tensor]:
 
 def _verl_spread(scalars: Tensor, batch: AdvantageBatch) -> tuple[Tensor, Tensor]:
     """Multiplied by the mask: what is not finite stays so outside it."""
-    spread = scalars[:, None] * batch.mask.to(scalars.dtype)
+    spread = scalars[:, None] * as_numbers(batch.mask, scalars.dtype)
     return spread, spread
 
 
 def _verl_whitened(values: Tensor, batch: AdvantageBatch) -> tuple[Tensor, Tensor]:
-    whitened = masked_whiten(values, batch.mask, compat="verl").mul_(batch.mask)
+    whitened = masked_whiten(values, batch.mask, compat="verl").mul_(as_numbers(batch.mask, values.dtype))
     return whitened, whitened

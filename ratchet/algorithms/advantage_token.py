@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.batch import AdvantageBatch, AdvantageOptions
-from ratchet.algorithms.masked import has_holes, output_dtype, read_inside, required, row_blocks
+from ratchet.algorithms.masked import as_numbers, has_holes, output_dtype, read_inside, required, row_blocks
 from ratchet.algorithms.whitening import masked_whiten
 
 _SCAN_BLOCK = 2**22
@@ -47,13 +47,12 @@ def gae(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[Tensor, Tenso
         delta[:, :-1].add_(following[:, 1:], alpha=options.gamma)
         if holes is not None:
             delta.mul_(steps)
+        returns[rows] = batch.values[rows] if is_verl else value
     _accumulate(advantages, options.gamma * options.lam, holes)
-    for rows in row_blocks(returns):
-        steps = _steps(batch, rows)
-        if holes is not None and not is_verl:
-            advantages[rows].mul_(steps)
-        value = batch.values[rows] if is_verl else read_inside(batch, "values", rows, steps, options)
-        torch.add(advantages[rows], value, out=returns[rows])
+    if holes is not None and not is_verl:
+        for rows in row_blocks(advantages):
+            advantages[rows].mul_(_steps(batch, rows))
+    returns.add_(advantages)
     if is_verl:
         advantages = masked_whiten(advantages, batch.mask, compat="verl")
     return advantages, returns
@@ -69,7 +68,9 @@ def reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> tup
     """
     returns = _returns(batch, options, options.gamma, is_masked=True)
     advantages = masked_whiten(returns, batch.mask, compat=options.compat)
-    return (advantages.mul_(batch.mask) if options.compat == "verl" else advantages), returns
+    return (
+        advantages.mul_(as_numbers(batch.mask, advantages.dtype)) if options.compat == "verl" else advantages
+    ), returns
 
 
 def remax(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -119,7 +120,7 @@ def _accumulate(values: Tensor, decay: float, holes: Tensor | None) -> None:
             for now, later in zip(steps[-2::-1], steps[:0:-1], strict=True):
                 now.add_(later, alpha=decay)
         else:
-            factors = holes[rows].to(values.dtype).t().clone(memory_format=torch.contiguous_format)
+            factors = as_numbers(holes[rows], values.dtype).t().clone(memory_format=torch.contiguous_format)
             decays = factors.mul_(decay - 1.0).add_(1.0).unbind(0)
             for now, later, factor in zip(steps[-2::-1], steps[:0:-1], decays[-2::-1], strict=True):
                 now.addcmul_(factor, later)
@@ -128,7 +129,7 @@ def _accumulate(values: Tensor, decay: float, holes: Tensor | None) -> None:
 
 def _steps(batch: AdvantageBatch, rows: slice) -> Tensor:
     """The mask of some rows as 0.0 and 1.0."""
-    return batch.mask[rows].to(output_dtype(batch))
+    return as_numbers(batch.mask[rows], output_dtype(batch))
 
 
 def _empty(batch: AdvantageBatch) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ratchet.algorithms.batch import AdvantageBatch, AdvantageOptions
 from ratchet.algorithms.groups import equal_groups
-from ratchet.algorithms.masked import BLOCK, cleared, has_holes, output_dtype, read_inside, required
+from ratchet.algorithms.masked import BLOCK, as_numbers, cleared, has_holes, output_dtype, read_inside, required
 
 _EPSILON = 1e-8
 
@@ -47,7 +47,7 @@ def _estimate(batch: AdvantageBatch, options: AdvantageOptions, *, is_compact: b
     for group_rows in equal_groups(batch.group_index, max_rows=max(1, BLOCK // max(1, shape[1]))):
         size, rows = group_rows.shape[1], _as_slice(group_rows.reshape(-1))
         mask = batch.mask[rows]
-        steps = mask.to(dtype)
+        steps = as_numbers(mask, dtype)
         to_go = read_inside(batch, "token_rewards", rows, steps, options).flip(1).cumsum_(1).flip(1)
         if is_verl:
             returns[rows] = to_go
@@ -88,7 +88,7 @@ def _peer_baseline(
         place = mask.cumsum(1).sub_(1).clamp_(min=0)
         weighted = torch.zeros_like(energy).scatter_add_(1, place, weighted)
         energy = torch.zeros_like(energy).scatter_add_(1, place, energy)
-        steps = (torch.arange(length) < mask.sum(1, keepdim=True)).to(steps.dtype)
+        steps = as_numbers(torch.arange(length) < mask.sum(1, keepdim=True), steps.dtype)
     baseline = _quotient(weighted, energy, size)
     baseline.masked_fill_(steps.view(-1, size, length).sum(1) < 2, 0)
     spread = _over_group(baseline, size)

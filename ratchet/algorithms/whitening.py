@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.batch import Compat
-from ratchet.algorithms.masked import cleared, row_blocks, row_lengths
+from ratchet.algorithms.masked import as_numbers, row_blocks, row_lengths
 
 EPSILON = 1e-8
 """Added to a variance before its root is divided by."""
@@ -18,7 +18,7 @@ EPSILON = 1e-8
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean (scalar) of `values` [B, T] where `mask` [B, T] is set; 0 for an empty mask. Outside it NaN is harmless."""
-    return torch.tensor(_mean(values, mask)[0], dtype=values.dtype)
+    return torch.tensor(_mean(values, mask)[1], dtype=values.dtype)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
     Exactly 0 for fewer than two values and for equal ones.
     """
-    mean, count = _mean(values, mask)
-    return torch.tensor(_variance(values, mask, mean, count), dtype=values.dtype)
+    values, mean, count = _mean(values, mask)
+    return torch.tensor(_variance(values, mask, mean, count, torch.empty_like(values)), dtype=values.dtype)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, compat: Compat = "ratchet") -> Tensor:
@@ -39,36 +39,35 @@ def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, comp
     """
     if compat == "verl":
         return _verl_whiten(values, mask, shift_mean)
-    mean, count = _mean(values, mask)
-    variance = _variance(values, mask, mean, count)
-    scale = 1.0 / math.sqrt(variance + EPSILON) if variance > 0 else 0.0
-    offset = 0.0 if shift_mean else mean
+    values, mean, count = _mean(values, mask)
     whitened = torch.empty_like(values)
-    for block in row_blocks(values):
-        steps = mask[block].to(values.dtype)
-        shifted = cleared(values[block], mask[block], steps).sub_(mean).mul_(scale)
-        torch.mul(shifted.add_(offset) if offset else shifted, steps, out=whitened[block])
-    return whitened
+    variance = _variance(values, mask, mean, count, whitened)
+    whitened.mul_(1.0 / math.sqrt(variance + EPSILON) if variance > 0 else 0.0)
+    return whitened if shift_mean else whitened.add_(as_numbers(mask, values.dtype), alpha=mean)
 
 
-def _mean(values: Tensor, mask: Tensor) -> tuple[float, int]:
+def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, float, int]:
+    """The values, in a copy that is 0 outside the mask if something there is not finite; their mean and number."""
     total, count = 0.0, 0
     for block in row_blocks(values):
-        steps = mask[block].to(values.dtype)
+        steps = as_numbers(mask[block], values.dtype)
         # Rows are summed in their own precision, the rows' sums in float64.
-        total += float(cleared(values[block], mask[block], steps).sum(1).double().sum())
         count += int(steps.sum(1).double().sum())
-    return (total / count if count else 0.0), count
+        total += float(steps.mul_(values[block]).sum(1).double().sum())
+    if not math.isfinite(total):
+        values = torch.where(mask, values, values.new_zeros(()))
+        total = float(values.sum(1).double().sum())
+    return values, (total / count if count else 0.0), count
 
 
-def _variance(values: Tensor, mask: Tensor, mean: float, count: int) -> float:
-    if count < 2:
-        return 0.0
+def _variance(values: Tensor, mask: Tensor, mean: float, count: int, centred: Tensor) -> float:
+    """The variance; what it is the mean square of is left in `centred` [B, T], 0 outside the mask."""
     total = 0.0
     for block in row_blocks(values):
-        steps = mask[block].to(values.dtype)
-        centred = cleared(values[block], mask[block], steps).sub_(mean).mul_(steps)
-        total += float(centred.square_().sum(1).double().sum())
+        part = torch.sub(values[block], mean, out=centred[block]).mul_(as_numbers(mask[block], values.dtype))
+        total += float(torch.linalg.vector_norm(part, dim=1).double().square_().sum())
+    if count < 2:
+        return 0.0
     variance = total / (count - 1)
     if (variance <= (1e-6 * mean) ** 2 or math.isinf(variance)) and _are_equal(values, mask):
         return 0.0

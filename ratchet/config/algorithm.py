@@ -70,6 +70,8 @@ class AlgorithmConfig(Section):
     """Discount of later rewards."""
     lam: Share = 1.0
     """gae: how far a temporal difference reaches back."""
+    whiten_advantages: bool = False
+    """Normalise the advantages over all tokens of the step, as PPO is often run, after any estimator."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation; without it, Dr. GRPO."""
     gdpo_reward_keys: tuple[str, ...] = ()

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ratchet.engines.packed import PackedModel, PackedTokens
 from ratchet.errors import EngineError
 
-NUM_BLOCKS = 32
-"""Blocks of the vocabulary where memory is not the limit: two of them, what is needed at once, are 6% of all logits.
+NUM_BLOCKS = 64
+"""Blocks of the vocabulary where memory is not the limit: two of them, what is needed at once, are 3% of all logits.
 
 Blocks are part of the arithmetic: they must not depend on the machine.
 """

@@ -160,8 +160,24 @@ def load_causal_lm(
     dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
     if attn == "sdpa" and getattr(load_config(folder).get_text_config(), "attn_logit_softcapping", None):
         attn = "eager"
+    return load_pretrained(AutoModelForCausalLM, folder, dtype, device=device, attn=attn)
+
+
+def load_pretrained(
+    kind: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    device: str | torch.device,
+    attn: str = "sdpa",
+    unused: tuple[str, ...] = (),
+) -> PreTrainedModel:
+    """The folder's model by one of transformers' auto classes; weights whose names begin with `unused` are left out.
+
+    Raises EngineError where the files lack a weight or hold one of another shape.
+    """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attn,
@@ -177,8 +193,9 @@ def load_causal_lm(
     wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info[kind])
     if wrong:
         raise EngineError(f"model in {str(folder)!r} lacks weights or has them in other shapes: {_some(wrong)}")
-    if info["unexpected_keys"]:
-        logger.warning("weights that the model has no place for: %s", _some(sorted(info["unexpected_keys"])))
+    unexpected = sorted(name for name in info["unexpected_keys"] if not name.startswith(unused))
+    if unexpected:
+        logger.warning("weights that the model has no place for: %s", _some(unexpected))
     model.to(torch.device(device))  # type: ignore[arg-type]
     model.train(False)
     return model

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from ratchet.engines.model import torch_device
 from ratchet.errors import ConfigError
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # How many trainers use the group that `join_group` made; a group made by others is theirs to end.
 _owned_uses = 0
+_groups_made = 0
 
 
 def join_group(world_size: int, device: torch.device) -> DeviceMesh:
@@ -66,11 +68,17 @@ def _launched_world_size() -> int:
 
 
 def _init(world_size: int, device: torch.device) -> None:
+    global _groups_made
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     if world_size == 1 and "RANK" not in os.environ:
         # A store in memory: one process alone needs no port, which could be taken.
         options |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    else:
+        # The launcher's store outlives a group, and the next one would meet the keys of the last: a prefix for each.
+        _groups_made += 1
+        store, rank, _ = next(rendezvous("env://"))
+        options |= {"store": PrefixStore(f"group/{_groups_made}", store), "rank": rank, "world_size": world_size}
     distributed.init_process_group(**options)
     logger.info("joined a process group of %d over %s", world_size, options["backend"])

@@ -4,21 +4,17 @@ Trap: a folder may be a policy's, a classifier's or a critic's export, and each 
 backbone is held to the same checks as any model; the head is found by its name, or is 0 where there is none.
 """
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ratchet.engines.model import weight_files
+from ratchet.engines.model import load_pretrained, weight_files
 from ratchet.engines.packed import PackedModel, PackedTokens
 from ratchet.errors import EngineError
-
-logger = logging.getLogger(__name__)
 
 HEADS = ("score", "classifier", "v_head.summary", "value_head")
 """Names of a head of one number: of transformers' classifiers, of TRL, of others. Ours are exported as "score"."""
@@ -42,7 +38,8 @@ class ValueModel(PackedModel):
         known before training, and they need no seed. Raises EngineError where weights are missing or have other shapes,
         or where `needs_head` and there is none.
         """
-        backbone = load_backbone(folder, dtype).to(device)  # type: ignore[arg-type]
+        unused = (_OUTPUT_LAYER, *(f"{name}." for name in HEADS))
+        backbone = load_pretrained(AutoModel, folder, dtype, device=device, unused=unused)
         head = read_head(folder, backbone.config.get_text_config().hidden_size)
         if head is None and needs_head:
             expected = ", ".join(f"{name}.weight" for name in HEADS)
@@ -69,35 +66,6 @@ class ValueModel(PackedModel):
     def float32_modules(self) -> list[nn.Module]:
         """The head: in bfloat16 a value near 1 would be known to 1 in 256."""
         return [self.score]
-
-
-def load_backbone(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The decoder of a folder without output layer or head, on the CPU, in eval mode, without code from the folder.
-
-    Raises EngineError where the files lack a weight or hold one of another shape.
-    """
-    try:
-        loaded: Any = AutoModel.from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise EngineError(f"model in {str(folder)!r} cannot be loaded: {error}") from error
-    backbone, info = loaded
-    assert isinstance(backbone, PreTrainedModel)
-    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info[kind])
-    if wrong:
-        raise EngineError(f"model in {str(folder)!r} lacks weights or has them in other shapes: {', '.join(wrong[:5])}")
-    left_out = (_OUTPUT_LAYER, *(f"{name}." for name in HEADS))
-    unexpected = sorted(name for name in info["unexpected_keys"] if not name.startswith(left_out))
-    if unexpected:
-        logger.warning("weights that the backbone has no place for: %s", ", ".join(unexpected[:5]))
-    backbone.train(False)
-    return backbone
 
 
 def read_head(folder: Path, hidden_size: int) -> nn.Linear | None:

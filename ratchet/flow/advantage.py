@@ -29,6 +29,8 @@ class Advantage(Part):
     """How that KL is estimated: kl, abs, mse, low_var_kl (k1, k2, k3), each with + for the straight-through form."""
     kl_ctrl: Any = field(default=None, kw_only=True)
     """AdaptiveKLController or FixedKLController: penalises the KL in the reward with its coefficient."""
+    whiten_advantages: bool = sets(f"{_ALGORITHM}.whiten_advantages", default=False, kw_only=True)
+    """Normalise the advantages over all tokens of the step, as PPO is often run."""
     filter_groups: bool = sets(f"{_FILTER}.enable", default=False, kw_only=True)
     """DAPO's dynamic sampling: groups whose rewards are all equal are replaced by new ones."""
     filter_metric: str | None = sets(f"{_FILTER}.metric", default=None, kw_only=True)

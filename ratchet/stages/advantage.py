@@ -57,6 +57,7 @@ class Advantage(Stage):
         from ratchet.algorithms.advantage import group_statistics
         from ratchet.algorithms.batch import AdvantageBatch
         from ratchet.algorithms.catalog import ADVANTAGES
+        from ratchet.algorithms.whitening import masked_whiten
 
         config, step = context.config, read_step(context)
         behaviour, source = _behaviour(step, config)
@@ -83,6 +84,8 @@ class Advantage(Stage):
         except ValueError as error:
             raise DataError(f"advantages of step {context.step}: {error}") from error
         _check_result(step, advantages, returns)
+        if config.algorithm.whiten_advantages:
+            advantages = masked_whiten(advantages, step.mask, compat=config.algorithm.compat) * step.mask
         mean, std, size = group_statistics(rewards, step.group_index)
         table = pa.table(
             {

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from ratchet.algorithms import advantage
 from ratchet.algorithms.advantage import group_statistics
 from ratchet.algorithms.batch import AdvantageBatch, AdvantageOptions
+from ratchet.algorithms.catalog import ADVANTAGES
 
 RELATIVE = ["grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "grpo_passk", "opo", "gpg"]
 ALL = [*RELATIVE, "gdpo", "reinforce_plus_plus_baseline"]
@@ -294,3 +296,12 @@ def test_verls_arithmetic_is_ours_where_no_accident_happens(rows: Rows) -> None:
     for name in ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized"):
         ours, theirs = of(name, batch), of(name, batch, compat="verl")
         torch.testing.assert_close(theirs[ordinary], ours[ordinary], atol=1e-4, rtol=1e-4)
+
+
+def test_the_estimator_of_the_documentation_runs() -> None:
+    text = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/algorithms.md", "exec"), {})
+    batch = make_batch([1.0, 2.0, -3.0], [5, 5, 9], [2, 1, 2])
+    advantages, _ = ADVANTAGES.get("best_of_group").function()(batch, AdvantageOptions())
+    assert advantages.tolist() == [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]

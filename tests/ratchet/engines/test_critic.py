@@ -233,9 +233,13 @@ def test_a_resumed_critic_is_equal_bit_for_bit_to_one_that_never_stopped(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.export_weights("float32").items())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_exported_critic_is_read_back_beside_the_files_of_its_base(tied: bool, tmp_path: Path) -> None:
-    base = make_tiny_model(tmp_path / "base", tied=tied)
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("llama", True), ("llama", False), ("qwen3", True), ("phi3", False), ("gemma2", True)]
+)
+def test_an_exported_critic_is_read_back_beside_the_files_of_its_base(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    base = make_tiny_model(tmp_path / "base", architecture=architecture, tied=tied)
     trainer = CriticTrainer.from_folder(base, CRITIC, device="cpu")
     trainer.update(ROWS, step=1)
     exported = tmp_path / "critic"

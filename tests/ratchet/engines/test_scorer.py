@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratchet.engines.model import load_causal_lm
 from ratchet.engines.scorer import Scorer
 from ratchet.engines.trainer import Trainer, TrainerSettings
 from ratchet.errors import EngineError
@@ -36,6 +37,19 @@ def test_scores_are_bit_for_bit_those_of_the_trainer(dtype: str, architecture: s
     assert scores == trainer.log_probs(PROMPTS, COMPLETIONS)
     assert [len(row) for row in scores] == [3, 5, 0, 4]
     trainer.close()
+
+
+def test_sums_of_squared_probabilities_come_beside_the_same_log_probs(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    scorer = scorer_of(folder)
+    log_probs, squares = scorer.scores_with_sum_pi_squared(PROMPTS, COMPLETIONS)
+    assert log_probs == scorer.log_probs(PROMPTS, COMPLETIONS)
+    model = load_causal_lm(folder, "float32")
+    for prompt, completion, found in zip(PROMPTS, COMPLETIONS, squares, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0].double()
+        before = torch.softmax(logits[len(prompt) - 1 : len(prompt) - 1 + len(completion)] / 0.8, dim=-1)
+        assert found == pytest.approx(before.square().sum(-1).tolist(), abs=1e-5)
 
 
 def test_loaded_weights_score_as_the_folder_that_they_came_from(tmp_path: Path) -> None:

@@ -326,6 +326,17 @@ def test_steps_follow_each_other(make_trainer: MakeTrainer) -> None:
         trainer.update(ROWS, step=1)
 
 
+def test_a_skipped_step_counts_and_moves_nothing(make_trainer: MakeTrainer) -> None:
+    skipped, plain = make_trainer(warmup_steps=4), make_trainer(warmup_steps=4)
+    skipped.skip(1)
+    assert skipped.policy_version == 1
+    assert_equal(skipped, plain)
+    with pytest.raises(EngineError, match="expected step 2"):
+        skipped.skip(3)
+    # The learning rate is the step's all the same.
+    assert skipped.update(ROWS, step=2)["actor/lr"] == 1e-3 / 4
+
+
 def test_epochs_and_mini_batches_are_optimizer_steps_in_order(make_trainer: MakeTrainer) -> None:
     at_once = make_trainer(ppo_epochs=2, mini_batch_size=3)
     at_once.update(ROWS, step=1)

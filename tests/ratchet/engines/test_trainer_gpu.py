@@ -7,8 +7,10 @@ from typing import Literal
 import pytest
 import torch
 
+from ratchet.engines.critic import CriticTrainer
 from ratchet.engines.scorer import Scorer
 from ratchet.engines.trainer import Trainer, TrainerSettings, TrainRow
+from tests.ratchet.engines.trainer_cases import CRITIC, make_tiny_classifier, value_rows
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [
@@ -53,6 +55,22 @@ def test_an_update_on_a_gpu_is_that_of_the_cpu(dtype: Literal["float32", "bfloat
     assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=tolerance * 1e-2, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_a_critic_on_a_gpu_is_that_of_the_cpu(
+    dtype: Literal["float32", "bfloat16"], tolerance: float, tmp_path: Path
+) -> None:
+    folder = make_tiny_classifier(tmp_path / "model")
+    rows = value_rows()
+    metrics, values = [], []
+    for device in ("cuda", "cpu"):
+        trainer = CriticTrainer.from_folder(folder, replace(CRITIC, compute_dtype=dtype), device=device)
+        metrics.append(trainer.update(rows, step=1))
+        values.append([value for row in trainer.values(PROMPTS, COMPLETIONS) for value in row])
+        trainer.close()
+    assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
+    assert values[0] == pytest.approx(values[1], abs=30 * tolerance)
 
 
 def test_a_state_saved_on_a_gpu_is_resumed_on_a_gpu_and_on_a_cpu(tmp_path: Path) -> None:

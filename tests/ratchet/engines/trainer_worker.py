@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from ratchet.algorithms.batch import LossOptions
 from ratchet.engines.critic import CriticSettings, CriticTrainer, ValueRow
-from ratchet.engines.process_group import join_group, leave_group
 from ratchet.engines.trainer import Trainer, TrainerSettings, TrainRow
 
 
@@ -57,8 +55,6 @@ class Job:
 
 
 def main(jobs_file: Path, output: Path, world_size: int) -> None:
-    # One use of the group for all jobs: torchrun's store serves no second one.
-    join_group(world_size, torch.device("cpu"))
     for content in json.loads(jobs_file.read_text()):
         job = Job.of_json(content)
         trainer = job.open(world_size)
@@ -70,7 +66,6 @@ def main(jobs_file: Path, output: Path, world_size: int) -> None:
             save_file(weights, folder / "weights.safetensors")
             (folder / "found.json").write_text(json.dumps(found))
         trainer.close()
-    leave_group()
 
 
 if __name__ == "__main__":

@@ -148,6 +148,15 @@ def test_a_rejected_completion_is_left_out_of_the_loss(tmp_path: Path, tiny_mode
     assert rows[0]["loss_mask"] == [False] * 3
 
 
+def test_advantages_can_be_normalised_over_the_step(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    options = {N: 2, "algorithm.whiten_advantages": True, "algorithm.norm_adv_by_std_in_grpo": False}
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **options), RIGHT, WRONG) as session:
+        loop.run_step(session, 1)
+        advantages = _advantages(session.store_run)
+    # Three tokens of 1/2 and three of -1/2: mean 0, variance (n - 1) 6/4 / 5 = 0.3.
+    assert advantages == [pytest.approx([sign * 0.5 / math.sqrt(0.3)] * 3) for sign in (1, -1)]
+
+
 def test_rewards_of_single_tokens_reach_the_advantages(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def per_token(data):\n"
