@@ -92,7 +92,7 @@ def _draw(arguments: argparse.Namespace) -> None:
     mpl.use("svg")
     from matplotlib import pyplot
 
-    mpl.rcParams["svg.hashsalt"] = "ratchet"
+    mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none"}
     figure, panels = pyplot.subplots(2, 3, figsize=(10, 5.5), sharex=True, sharey=True)
     for axes, name in zip(panels.flat, ALGORITHMS, strict=True):
         for index, path in enumerate(sorted(arguments.out.glob(f"curve-{name}*.json"))):
@@ -102,21 +102,23 @@ def _draw(arguments: argparse.Namespace) -> None:
                 sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / len(rewards[max(0, i - WINDOW + 1) : i + 1])
                 for i in range(len(rewards))
             ]
-            color = f"C{index}"
-            axes.plot([step["step"] for step in numbers["steps"]], running, color=color, alpha=0.6, label="reward")
+            color, seed = f"C{index}", f"seed {index}"
+            label = f"reward, running mean of {WINDOW} steps, {seed}"
+            axes.plot([step["step"] for step in numbers["steps"]], running, color=color, alpha=0.6, label=label)
             held_out = numbers["held_out"]
             accuracy = [one["accuracy"] for one in held_out]
             bars = [
                 [value - one["ci95_low"] for value, one in zip(accuracy, held_out, strict=True)],
                 [one["ci95_high"] - value for value, one in zip(accuracy, held_out, strict=True)],
             ]
-            places = [one["step"] for one in held_out]
-            axes.errorbar(places, accuracy, yerr=bars, fmt="s", ms=4, color=color, capsize=3, label="held-out accuracy")
-        axes.set(title=name, ylim=(0, 1))
+            places = [one["step"] + index for one in held_out]
+            label = f"held-out accuracy, 95% interval, {seed}"
+            axes.errorbar(places, accuracy, yerr=bars, fmt="s", ms=4, color=color, capsize=3, label=label)
+        axes.set(title=name, ylim=(-0.1, 1))
         axes.grid(alpha=0.3)
-    panels[0][0].legend(loc="upper left", fontsize="small")
-    figure.supxlabel("step")
-    figure.tight_layout()
+        axes.set(xlabel="step" if axes in panels[-1] else "")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize="small")
     figure.savefig(arguments.chart, metadata={"Date": None})
 
 

@@ -38,7 +38,10 @@ class RolloutCorrectionConfig(Section):
     """What is done about a sampler whose probabilities differ from the policy's."""
 
     bypass_mode: bool = True
-    """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first."""
+    """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first.
+
+    Where it is not given: false if rollout.top_p is below 1 or rollout.top_k above 0, else true.
+    """
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight tokens by the truncated ratio of policy to sampler, by token or by sequence."""
     rollout_is_threshold: float | str = 2.0

@@ -9,6 +9,7 @@ from ratchet.config.reading import Reading
 from ratchet.config.spelling import INHERITED
 
 ESTIMATOR, KIND = "algorithm.adv_estimator", "reward_model.type"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 PROMPT, COMPLETION = "data.max_prompt_length", "data.max_response_length"
 PLACES = {"reward_model.path": "model", "reward_model.url": "api", "custom_reward_function.path": "custom"}
 
@@ -18,6 +19,7 @@ def resolve(reading: Reading) -> None:
     _resolve_lengths(reading)
     _resolve_estimator(reading)
     _resolve_reward(reading)
+    _resolve_behaviour(reading)
     for key, other in INHERITED.items():
         if key not in reading.values and other in reading.values:
             reading.values[key] = reading.values[other]
@@ -74,3 +76,11 @@ def _resolve_reward(reading: Reading) -> None:
         reading.faults.append(f"{said} are given: say which grades with {KIND}, or all with reward_model.weights")
     elif given:
         values[KIND] = PLACES[given[0]]
+
+
+def _resolve_behaviour(reading: Reading) -> None:
+    """Who truncates the sampler's distribution has log-probs of another one, so that the policy scores the rollouts."""
+    top_p, top_k = (reading.values.get(f"actor_rollout_ref.rollout.{name}") for name in ("top_p", "top_k"))
+    numbers = (int, float)
+    if (isinstance(top_p, numbers) and top_p < 1) or (isinstance(top_k, numbers) and top_k > 0):
+        reading.values.setdefault(BYPASS, False)

@@ -17,10 +17,13 @@ from ratchet.engines.packed import PackedModel, PackedTokens
 from ratchet.errors import EngineError
 
 NUM_BLOCKS = 64
-"""Blocks of the vocabulary where memory is not the limit: two of them, what is needed at once, are 3% of all logits.
+"""Blocks of the vocabulary: the five that are needed at once are 8% of all logits.
 
 Blocks are part of the arithmetic: they must not depend on the machine.
 """
+LARGE_ELEMENTS = 2**28
+NUM_LARGE_BLOCKS = 32
+"""Blocks where all logits would be 1 GiB or more: narrow products leave a GPU idle, and three are needed at once."""
 MIN_BLOCK_ELEMENTS = 2**20
 """Smaller blocks than 4 MiB in float32 save nothing and cost calls."""
 CHUNK_ELEMENTS = 2**25
@@ -181,7 +184,8 @@ def _logits(
 
 def _blocks(num_rows: int, num_logits: int) -> Iterator[slice]:
     """Slices of the vocabulary, such that no block holds more than its share of the logits."""
-    share = max(-(-num_rows * num_logits // NUM_BLOCKS), MIN_BLOCK_ELEMENTS)
+    num_blocks = NUM_BLOCKS if num_rows * num_logits < LARGE_ELEMENTS else NUM_LARGE_BLOCKS
+    share = max(-(-num_rows * num_logits // num_blocks), MIN_BLOCK_ELEMENTS)
     size = max(1, min(share, CHUNK_ELEMENTS) // max(num_rows, 1))
     # Products are faster with sides of a round number.
     size = size // 64 * 64 or size

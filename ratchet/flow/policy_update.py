@@ -61,7 +61,8 @@ class FSDPPolicyUpdate(Part):
     dro_beta: float | None = sets(f"{_LOSS}.dro_beta", default=None)
     """dro: weight of the quadratic penalty; it must be given for that loss."""
     bypass_mode: bool = sets(f"{_CORRECTION}.bypass_mode", default=True)
-    """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first."""
+    """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first, as it does
+    by default where the rollout has top_p or top_k."""
     rollout_is: str | None = sets(f"{_CORRECTION}.rollout_is", default=None)
     """Weight tokens by the truncated ratio of policy to sampler: "token" or "sequence"."""
     rollout_is_threshold: float | str = sets(f"{_CORRECTION}.rollout_is_threshold", default=2.0)

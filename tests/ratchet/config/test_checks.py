@@ -9,6 +9,7 @@ from ratchet.config.checks import GROUP_ESTIMATORS
 from ratchet.errors import ConfigError
 
 RESCORED = "algorithm.rollout_correction.bypass_mode=false"
+BYPASSED = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -18,8 +19,8 @@ CORRECTION = "algorithm.rollout_correction"
         (["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=8"], "ppo_mini_batch_size is 8"),
         (["critic.model.path=m", "critic.ppo_mini_batch_size=2048"], "critic.ppo_mini_batch_size is 2048"),
         (["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "would count twice"),
-        (["actor_rollout_ref.rollout.top_p=0.9"], "bypass_mode=false"),
-        (["actor_rollout_ref.rollout.top_k=20"], "bypass_mode=false"),
+        (["actor_rollout_ref.rollout.top_p=0.9", BYPASSED], "bypass_mode=false"),
+        (["actor_rollout_ref.rollout.top_k=20", BYPASSED], "bypass_mode=false"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "val_kwargs.temperature above 0"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.dro_beta"),
         ([f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.bypass_mode=false"),
@@ -58,7 +59,10 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], named
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
     [
-        (["actor_rollout_ref.rollout.top_p=0.9", RESCORED], "actor_rollout_ref.rollout.top_p", 0.9),
+        # Who samples from less than the whole distribution has the policy score the rollouts.
+        (["actor_rollout_ref.rollout.top_p=0.9"], f"{CORRECTION}.bypass_mode", False),
+        (["rollout.top_k=20"], f"{CORRECTION}.bypass_mode", False),
+        (["actor_rollout_ref.rollout.top_p=1.0", "rollout.top_k=-1"], f"{CORRECTION}.bypass_mode", True),
         (
             ["actor_rollout_ref.rollout.val_kwargs={do_sample: true, temperature: 0.6}"],
             "actor_rollout_ref.rollout.val_kwargs.do_sample",
