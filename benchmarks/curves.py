@@ -77,7 +77,7 @@ def curve(run: Run) -> dict[str, Any]:
         evaluation = run.manifest("evaluate", step)
         if evaluation:
             metrics = evaluation.provenance.metrics
-            found = {"step": step}
+            found: dict[str, float] = {"step": step}
             for name, value in metrics.items():
                 short = next((s for s in ("ci95_low", "ci95_high") if s in name), None)
                 if short or name.startswith("val-core/"):

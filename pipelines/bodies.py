@@ -40,6 +40,7 @@ def train_in_segments(root: Any, run_id: Any, config: Any, total_steps: Any, ste
             total_steps=total_steps,
             steps_per_segment=steps_per_segment,
             grain="segment",
+            has_critic=True,
         )
     )
     prepared = uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)
@@ -49,8 +50,13 @@ def train_in_segments(root: Any, run_id: Any, config: Any, total_steps: Any, ste
     _finish(root, run_id, trained)
 
 
-def train_in_stages(root: Any, run_id: Any, config: Any, total_steps: Any, one_step: Callable[..., Any]) -> None:
-    """Add the tasks of a run whose pods each run one stage; `one_step` is the pipeline of a step."""
+def train_in_stages(
+    root: Any, run_id: Any, config: Any, total_steps: Any, one_step: Callable[..., Any], *, has_critic: bool
+) -> None:
+    """Add the tasks of a run whose pods each run one stage.
+
+    `one_step` is the pipeline of a step; without a critic in it, preflight refuses a config that needs one.
+    """
     claimed = uncached(
         preflight(
             root=root,
@@ -60,6 +66,7 @@ def train_in_stages(root: Any, run_id: Any, config: Any, total_steps: Any, one_s
             total_steps=total_steps,
             steps_per_segment=1,
             grain="stage",
+            has_critic=has_critic,
         )
     )
     prepared = uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)

@@ -1,25 +1,19 @@
 """The README's Python, executed."""
 
-import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ratchet.store.run import Run
+from tests.pages import ROOT, code_blocks, enter_folder, run_blocks
 from tests.runs import write_problems
 
-ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def _blocks() -> list[str]:
-    return BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+PAGE = "README.md"
 
 
 def test_the_custom_reward_is_the_example_that_ships() -> None:
-    (shown,) = [block for block in _blocks() if "class ShownWork" in block]
+    (shown,) = [block for block in code_blocks(PAGE) if "class ShownWork" in block]
     shipped = (ROOT / "examples" / "custom_reward.py").read_text(encoding="utf-8")
     assert shipped.endswith(shown)
 
@@ -32,8 +26,8 @@ def test_the_flow_of_the_readme_trains_with_its_own_reward(
     shutil.copytree(tiny_model, tmp_path / "my-model")
     shutil.copyfile(ROOT / "examples" / "custom_reward.py", tmp_path / "custom_reward.py")
     problems = write_problems(tmp_path / "problems.jsonl", 2)
-    monkeypatch.chdir(tmp_path)
-    flow_block, _ = _blocks()
+    enter_folder(tmp_path, monkeypatch)
+    flow_block, _ = code_blocks(PAGE)
     # What a reader of the README has and a test has not: the hub, and patience.
     small = {
         '{"data": {"train_files": "openai/gsm8k"}}': "CONFIG",
@@ -47,13 +41,11 @@ def test_the_flow_of_the_readme_trains_with_its_own_reward(
         "actor_rollout_ref": {"model": {"enable_gradient_checkpointing": False}},
         "trainer": {"total_training_steps": 1, "device": "cpu", "logger": []},
     }
-    names: dict[str, Any] = {"CONFIG": config}
-    exec(compile(flow_block, "README.md", "exec"), names)
+    names = run_blocks(PAGE, [flow_block], {"CONFIG": config})
     assert "reference_scores" in capsys.readouterr().out
     assert Path("grpo.yaml").is_file()
     assert Run("runs", "grpo").last_step() == 1
 
-    monkeypatch.syspath_prepend(tmp_path)
     from custom_reward import ShownWork  # type: ignore[import-not-found]
 
     from ratchet import PPOTrainer, RLDataFlow

@@ -7,7 +7,14 @@ from components.images import image
 
 @dsl.component(base_image=image("base"), install_kfp_package=False)
 def preflight(
-    root: str, run_id: str, submission_id: str, config: str, total_steps: int, steps_per_segment: int, grain: str
+    root: str,
+    run_id: str,
+    submission_id: str,
+    config: str,
+    total_steps: int,
+    steps_per_segment: int,
+    grain: str,
+    has_critic: bool,
 ) -> str:
     """Check the root and the config, create the run or find it, and claim it for this submission.
 
@@ -19,6 +26,7 @@ def preflight(
         total_steps: RL steps of the whole run; 0 takes what the config says.
         steps_per_segment: RL steps of one segment.
         grain: How long a process lasts: stage, step or segment.
+        has_critic: Whether the pipeline has a task that trains a critic.
 
     Returns:
         Where the run is.
@@ -30,4 +38,4 @@ def preflight(
         f"trainer.steps_per_segment={steps_per_segment}",
         f"trainer.grain={grain}",
     ]
-    return entry.preflight(root, run_id, submission_id, config, overrides)
+    return entry.preflight(root, run_id, submission_id, config, overrides, has_critic=has_critic)

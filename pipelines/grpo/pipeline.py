@@ -46,4 +46,4 @@ def grpo_stages(root: str, run_id: str, config: str, total_steps: int = 10) -> N
         config: The run's config: YAML text, or the s3:// place of a YAML file.
         total_steps: RL steps of the whole run, at most 20 in one pipeline run; 0 takes what the config says.
     """
-    train_in_stages(root, run_id, config, total_steps, rl_step)
+    train_in_stages(root, run_id, config, total_steps, rl_step, has_critic=False)

@@ -48,4 +48,4 @@ def ppo_stages(root: str, run_id: str, config: str, total_steps: int = 10) -> No
         config: The run's config: YAML text, or the s3:// place of a YAML file. It sets algorithm.adv_estimator to gae.
         total_steps: RL steps of the whole run, at most 20 in one pipeline run; 0 takes what the config says.
     """
-    train_in_stages(root, run_id, config, total_steps, ppo_step)
+    train_in_stages(root, run_id, config, total_steps, ppo_step, has_critic=True)

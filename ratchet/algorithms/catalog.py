@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
-Need = Literal["values", "greedy_rewards", "sum_pi_squared", "reward_parts"]
-"""What an estimator reads beside rewards and groups: a critic's values, the reward of a greedy completion a prompt, the
-sum of squared probabilities at each token, the reward's parts."""
+Need = Literal["group", "values", "greedy_rewards", "sum_pi_squared", "reward_parts"]
+"""What an estimator reads beside rewards: other completions of the prompt, a critic's values, the reward of a greedy
+completion a prompt, the sum of squared probabilities at each token, the reward's parts."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -72,23 +72,25 @@ _TOKEN = "ratchet.algorithms.advantage_token"
 _OPTIMAL = "ratchet.algorithms.optimal_baseline"
 _LOSSES = "ratchet.algorithms.losses"
 
+_GROUP: frozenset[str] = frozenset({"group"})
+
 ADVANTAGES = Catalog(
     "advantage estimator",
     [
         Entry("gae", f"{_TOKEN}:gae", frozenset({"values"})),
-        Entry("grpo", f"{_ADVANTAGE}:grpo"),
-        Entry("grpo_vectorized", f"{_ADVANTAGE}:grpo_vectorized"),
-        Entry("grpo_passk", f"{_ADVANTAGE}:grpo_passk"),
-        Entry("gdpo", f"{_ADVANTAGE}:gdpo", frozenset({"reward_parts"})),
-        Entry("rloo", f"{_ADVANTAGE}:rloo"),
-        Entry("rloo_vectorized", f"{_ADVANTAGE}:rloo_vectorized"),
+        Entry("grpo", f"{_ADVANTAGE}:grpo", _GROUP),
+        Entry("grpo_vectorized", f"{_ADVANTAGE}:grpo_vectorized", _GROUP),
+        Entry("grpo_passk", f"{_ADVANTAGE}:grpo_passk", _GROUP),
+        Entry("gdpo", f"{_ADVANTAGE}:gdpo", _GROUP | {"reward_parts"}),
+        Entry("rloo", f"{_ADVANTAGE}:rloo", _GROUP),
+        Entry("rloo_vectorized", f"{_ADVANTAGE}:rloo_vectorized", _GROUP),
         Entry("reinforce_plus_plus", f"{_TOKEN}:reinforce_plus_plus"),
-        Entry("reinforce_plus_plus_baseline", f"{_ADVANTAGE}:reinforce_plus_plus_baseline"),
+        Entry("reinforce_plus_plus_baseline", f"{_ADVANTAGE}:reinforce_plus_plus_baseline", _GROUP),
         Entry("remax", f"{_TOKEN}:remax", frozenset({"greedy_rewards"})),
-        Entry("opo", f"{_ADVANTAGE}:opo"),
-        Entry("gpg", f"{_ADVANTAGE}:gpg"),
-        Entry("optimal_token_baseline", f"{_OPTIMAL}:optimal_token_baseline", frozenset({"sum_pi_squared"})),
-        Entry("tir_optimal_token_baseline", f"{_OPTIMAL}:tir_optimal_token_baseline", frozenset({"sum_pi_squared"})),
+        Entry("opo", f"{_ADVANTAGE}:opo", _GROUP),
+        Entry("gpg", f"{_ADVANTAGE}:gpg", _GROUP),
+        Entry("optimal_token_baseline", f"{_OPTIMAL}:optimal_token_baseline", _GROUP | {"sum_pi_squared"}),
+        Entry("tir_optimal_token_baseline", f"{_OPTIMAL}:tir_optimal_token_baseline", _GROUP | {"sum_pi_squared"}),
     ],
 )
 

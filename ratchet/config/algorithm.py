@@ -28,8 +28,9 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Sample on until a step has its groups."""
     metric: Literal["seq_reward", "seq_final_reward", "score", "acc"] | None = None
-    """What must differ within a group. acc, score and null: the reward without the penalty on length, so that a group
-    of right answers is not kept for their lengths; seq_reward, seq_final_reward: the reward with it."""
+    """What must differ within a group: the reward's part of that name, where it has one. Otherwise acc, score and null
+    mean the reward without the penalty on length, so that a group of right answers is not kept for their lengths;
+    seq_reward and seq_final_reward mean the reward with it."""
     max_num_gen_batches: Count = 0
     """Sampling rounds of one step at most; 0 goes on while prompts are left."""
 
@@ -78,7 +79,8 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation; without it, Dr. GRPO."""
     gdpo_reward_keys: tuple[str, ...] = ()
-    """gdpo: parts of the reward that are normalised each on its own; all where none is given."""
+    """gdpo: parts of the reward, as in reward_breakdown, that are normalised each on its own; where none is given, what
+    grades (`reward_model.type` or `.weights`)."""
     gdpo_reward_weights: tuple[float, ...] = ()
     """gdpo: their weights, 1 each where none is given."""
     use_kl_in_reward: bool = False

@@ -10,25 +10,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from ratchet.algorithms.catalog import POLICY_LOSSES
 from ratchet.config.models import UpdateConfig
 
 if TYPE_CHECKING:
     from ratchet.config.schema import RunConfig
-
-GROUP_ESTIMATORS = frozenset(
-    {
-        "grpo",
-        "grpo_passk",
-        "gdpo",
-        "rloo",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
-"""Estimators that compare the completions of one prompt with each other: a completion alone gets no advantage."""
 
 _STEP_FOLDER = re.compile(r"(global_step_|step-)\d+$")
 
@@ -66,6 +52,16 @@ def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
         yield (
             "actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward are both on: "
             "the penalty would count twice"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef is 0, and an adaptive coefficient is multiplied from step to step, so that it "
+            "would stay 0; set algorithm.kl_ctrl.kl_coef above 0"
+        )
+    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward has no effect with gdpo, which reads the reward's parts: use "
+            "actor_rollout_ref.actor.use_kl_loss"
         )
     if correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
@@ -150,7 +146,7 @@ def _unused_sections(config: "RunConfig") -> Iterator[str]:
 def _unused_keys(config: "RunConfig") -> Iterator[str]:
     algorithm, reward, used = config.algorithm, config.reward_model, config.reward_weights
     correction, estimator = algorithm.rollout_correction, algorithm.adv_estimator
-    if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
+    if "group" in config.advantage_needs and config.actor_rollout_ref.rollout.n == 1:
         yield (
             f"actor_rollout_ref.rollout.n is 1, and {estimator} compares the completions of one prompt with each "
             "other: nothing is learnt from a group of one; set rollout.n above 1, or use another estimator"
@@ -165,6 +161,15 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
             yield f"{key} is given without effect: what grades is {', '.join(used)}"
     if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
         yield "algorithm.rollout_correction.rollout_rs_threshold has no effect without rollout_rs"
+    actor = config.actor_rollout_ref.actor
+    fixed = POLICY_LOSSES.get(actor.policy_loss.loss_mode).loss_agg_mode
+    if fixed and actor.loss_agg_mode not in (fixed, "token-mean"):
+        yield (
+            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode} holds for the entropy and KL terms alone: "
+            f"the loss {actor.policy_loss.loss_mode} is averaged by {fixed}"
+        )
+    if estimator == "gae" and algorithm.compat == "verl" and algorithm.whiten_advantages:
+        yield "algorithm.whiten_advantages whitens a second time what gae has whitened with algorithm.compat=verl"
     if algorithm.gdpo_reward_keys and estimator != "gdpo":
         yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}"
     trainer = config.trainer

@@ -51,6 +51,10 @@ class Reading:
                 self._read_key(typed, key, meant, here)
             else:
                 self._read_other(typed, key, meant)
+        for pseudo, keys in PSEUDO_KEYS.items():
+            if keys and pseudo not in here and all(key in here for key in keys):
+                # An earlier source's word on keys that this one has all given itself.
+                self.values.pop(pseudo, None)
 
     def _read_section(self, typed: str, key: str, value: Any, here: Mapping[str, Any]) -> None:
         if value is not None and value != {}:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ratchet.config.section import AboveZero, Count, NonNegative, Positive, Section
+from ratchet.config.section import AboveZero, Count, DType, NonNegative, Positive, Section
 
 RewardKind = Literal["rule", "model", "api", "custom"]
 
@@ -38,6 +38,8 @@ class RewardModelConfig(Section):
     """Completions of each data_source that are printed with their reward, in every step."""
     path: str = ""
     """model: hub id or folder of a sequence classifier with one label, or of a model with a reward head."""
+    dtype: DType = "bfloat16"
+    """model: compute dtype; the head computes in float32."""
     max_token_len_per_gpu: Positive = 16384
     """model: token budget of one forward pass."""
     url: str = ""

@@ -78,7 +78,9 @@ class TrainerConfig(Section):
     save_freq: int = -1
     """Keep the trainer's state of every so many steps for good, beside the last ones."""
     max_actor_ckpt_to_keep: Positive | None = None
-    """How many of the last trainer states are kept; two where it is not given."""
+    """Most of the policy's trainer states that save_freq keeps, beside the last two; all where it is not given."""
+    max_critic_ckpt_to_keep: Positive | None = None
+    """The same for the critic's."""
     test_freq: int = -1
     """Evaluate every so many steps and after the last; -1 evaluates after the last only."""
     val_before_train: bool = True

@@ -17,6 +17,7 @@ OPERATIONAL = frozenset(
         "actor_rollout_ref.model.path",
         "data.train_files",
         "data.val_files",
+        "reward_model.path",
         "actor_rollout_ref.model.enable_gradient_checkpointing",
         "actor_rollout_ref.actor.strategy",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -54,6 +55,7 @@ OPERATIONAL = frozenset(
         "trainer.test_freq",
         "trainer.val_before_train",
         "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_critic_ckpt_to_keep",
         "trainer.resume_mode",
         "trainer.resume_from_path",
         "trainer.device",
@@ -115,14 +117,19 @@ def schedule_reads_extent(config: RunConfig) -> bool:
 
 
 def selected(config: RunConfig, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the semantic values under `keys` (a section stands for all of its keys), for a stage's config digest."""
+    """Return the semantic values under `keys` (a section stands for all of its keys), for a stage's config digest.
+
+    What `semantic` leaves out is left out here too, so that a stage that has come to read a new key has the digest of
+    yesterday while that key has its default.
+    """
     tree = semantic(config)
     found: dict[str, Any] = {}
     for key in keys:
         value: Any = tree
         for name in key.split("."):
             value = value.get(name, {}) if isinstance(value, dict) else {}
-        found[key] = value
+        if value != {} or any(first == key or first.startswith(f"{key}.") for first in FIRST_KEYS):
+            found[key] = value
     return found
 
 

@@ -92,9 +92,6 @@ SPELLINGS: Mapping[str, Spelling] = {
     "trainer.num_epochs": Spelling("trainer.total_epochs"),
     "trainer.num_gpus": Spelling("trainer.n_gpus_per_node", "`--num_gpus`, and the processes that torchrun started"),
     "trainer.save_dir": Spelling("trainer.default_local_dir"),
-    "trainer.max_critic_ckpt_to_keep": Spelling(
-        "trainer.max_actor_ckpt_to_keep", "the critic's states are kept with the policy's"
-    ),
 }
 """Keys under another name, after PREFIXES."""
 

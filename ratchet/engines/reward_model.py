@@ -19,8 +19,15 @@ from ratchet.engines.model import load_config, load_tokenizer, torch_dtype
 from ratchet.engines.packed import pack
 from ratchet.engines.process_group import local_device
 from ratchet.engines.scorer import FrozenModel
-from ratchet.engines.value_model import ValueModel
-from ratchet.errors import DataError
+from ratchet.engines.value_model import ValueModel, no_head, read_head
+from ratchet.errors import DataError, EngineError
+
+
+def check_reward_model(folder: Path) -> None:
+    """Raise EngineError where the folder lacks a head or a tokenizer with a chat template; no model is made."""
+    load_tokenizer(folder)
+    if read_head(folder, load_config(folder).get_text_config().hidden_size) is None:
+        raise EngineError(no_head(folder))
 
 
 class RewardModel(FrozenModel[ValueModel]):

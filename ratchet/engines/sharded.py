@@ -143,16 +143,18 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
     def export_weights(self, dtype: str) -> dict[str, Tensor]:
         """Full tensors on the CPU in `dtype` under Hugging Face names, without a tied output layer; rank 0 only.
 
-        Other ranks take part and get an empty dict.
+        What computes in float32 stays in it. Other ranks take part and get an empty dict.
         """
-        cast = torch_dtype(dtype)
+        wide = {id(one) for module in self._module.float32_modules() for one in module.parameters()}
         exported: dict[str, Tensor] = {}
         for name, parameter in self._parameters:
             full = parameter.detach()
             full = full.full_tensor() if isinstance(full, DTensor) else full
             if self._mesh.get_rank() == 0:
                 # A copy even where nothing changes: at world size 1 the full tensor is the master itself.
-                exported[name] = full.to("cpu", cast, copy=True)
+                exported[name] = full.to(
+                    "cpu", torch.float32 if id(parameter) in wide else torch_dtype(dtype), copy=True
+                )
         return exported
 
     def save_state(self, folder: Path) -> None:

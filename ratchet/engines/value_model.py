@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from ratchet.engines.model import load_pretrained, weight_files
+from ratchet.engines.model import load_config, load_pretrained, weight_files
 from ratchet.engines.packed import PackedModel, PackedTokens
 from ratchet.errors import EngineError
 
@@ -42,8 +43,7 @@ class ValueModel(PackedModel):
         backbone = load_pretrained(AutoModel, folder, dtype, device=device, unused=unused)
         head = read_head(folder, backbone.config.get_text_config().hidden_size)
         if head is None and needs_head:
-            expected = ", ".join(f"{name}.weight" for name in HEADS)
-            raise EngineError(f"model folder {str(folder)!r} holds no value or reward head; expected one of {expected}")
+            raise EngineError(no_head(folder))
         if head is None:
             head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
             nn.init.zeros_(head.weight)
@@ -66,6 +66,25 @@ class ValueModel(PackedModel):
     def float32_modules(self) -> list[nn.Module]:
         """The head: in bfloat16 a value near 1 would be known to 1 in 256."""
         return [self.score]
+
+
+def no_head(folder: Path) -> str:
+    """Return what to say of a folder without a head."""
+    expected = ", ".join(f"{name}.weight" for name in HEADS)
+    return f"model folder {str(folder)!r} holds no value or reward head; expected one of {expected}"
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise EngineError where the model in `folder` does not read the ids that `tokenizer` writes as the same tokens.
+
+    A folder without a tokenizer of its own must have a place for every id.
+    """
+    size = load_config(folder).get_text_config().vocab_size
+    if size < len(tokenizer):
+        raise EngineError(f"model folder {str(folder)!r} has {size} tokens, the policy's tokenizer {len(tokenizer)}")
+    own = folder / "tokenizer.json"
+    if own.is_file() and Tokenizer.from_file(str(own)).get_vocab() != tokenizer.get_vocab():
+        raise EngineError(f"model folder {str(folder)!r} has another vocabulary than the policy: it must be the same")
 
 
 def read_head(folder: Path, hidden_size: int) -> nn.Linear | None:

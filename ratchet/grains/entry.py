@@ -28,8 +28,13 @@ from ratchet.store.run import POLICY_UPDATE, Run
 logger = logging.getLogger(__name__)
 
 
-def preflight(root: str, run_id: str, submission_id: str, config: str, overrides: list[str]) -> str:
-    """Check what can be checked in seconds, create or find the run, and claim it. Returns the run's place."""
+def preflight(
+    root: str, run_id: str, submission_id: str, config: str, overrides: list[str], *, has_critic: bool = True
+) -> str:
+    """Check what can be checked in seconds, create or find the run, and claim it. Returns the run's place.
+
+    `has_critic` says whether the pipeline has a task for the critic's update.
+    """
     _start_program()
     is_text = "\n" in config or ":" in config.replace("://", "")
     if config.startswith("s3://"):
@@ -39,6 +44,11 @@ def preflight(root: str, run_id: str, submission_id: str, config: str, overrides
         parsed = parse_text(config, overrides, source="the parameter config")
     else:
         parsed = load_config(config or None, overrides)
+    if parsed.critic_is_needed and not has_critic:
+        raise ConfigError(
+            f"algorithm.adv_estimator={parsed.algorithm.adv_estimator} needs a critic, and this pipeline has no task "
+            "that trains one: use the pipeline ratchet-ppo-stages"
+        )
     return submit(root, run_id, parsed, submission_id=submission_id).uri
 
 

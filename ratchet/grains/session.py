@@ -77,9 +77,11 @@ class Session:
     def _retain_trainer_states(self, stage: str, newest: int) -> None:
         """Delete the trainer states before the last two, but for those that trainer.save_freq keeps.
 
-        Of these the newest `trainer.max_actor_ckpt_to_keep` stay, all of them without that limit.
+        Of these the newest `max_actor_ckpt_to_keep` (`max_critic_ckpt_to_keep`) stay, all of them without a limit.
         """
-        save_freq, limit = self.config.trainer.save_freq, self.config.trainer.max_actor_ckpt_to_keep
+        trainer = self.config.trainer
+        save_freq = trainer.save_freq
+        limit = trainer.max_actor_ckpt_to_keep if stage == POLICY_UPDATE else trainer.max_critic_ckpt_to_keep
         num_states = num_saved = 0
         for step in range(newest, max(0, newest - 4 * self.config.trainer.trainer_state_freq - 4), -1):
             state = self.store_run.require(stage, step).provenance.trainer_state
@@ -144,10 +146,14 @@ def _check_sources(config: RunConfig, reward: Any) -> None:
         if not config.value(key):
             raise ConfigError(f"{key} is not set: a run needs a model and training prompts")
     from ratchet.engines.model import load_tokenizer, resolve_model_folder
+    from ratchet.engines.reward_model import check_reward_model
+    from ratchet.engines.value_model import check_same_tokens
 
     tokenizer = load_tokenizer(resolve_model_folder(config.actor_rollout_ref.model.path))
     if config.critic_is_needed and config.critic.model.path:
-        resolve_model_folder(config.critic.model.path)
+        check_same_tokens(tokenizer, resolve_model_folder(config.critic.model.path))
+    if "model" in config.reward_weights:
+        check_reward_model(resolve_model_folder(config.reward_model.path))
     grader = open_grader(config, custom=reward)
     for split in ("train", "val") if config.data.val_files else ("train",):
         Preprocess(split).usable(config, tokenizer, grader)

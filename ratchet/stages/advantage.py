@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ratchet.algorithms.kl_controller import AdaptiveKLController
 
 KL_CONTROLLER = "kl_controller"
+PROBABILITY_DIFFERENCE = "training/rollout_probs_diff"
 _STATE_FILE = "state.json"
 
 
@@ -33,7 +34,7 @@ class Advantage(Stage):
 
     name = "advantage"
     timing = "adv"
-    config_keys = ("algorithm", "actor_rollout_ref.actor.use_kl_loss")
+    config_keys = ("algorithm", "actor_rollout_ref.actor.use_kl_loss", "code")
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         wanted = {
@@ -54,69 +55,89 @@ class Advantage(Stage):
     def compute(self, context: Context) -> Result:
         import torch
 
-        from ratchet.algorithms.advantage import group_statistics
-        from ratchet.algorithms.batch import AdvantageBatch
-        from ratchet.algorithms.catalog import ADVANTAGES
-        from ratchet.algorithms.whitening import masked_whiten
-
         config, step = context.config, read_step(context)
         behaviour, source = _behaviour(step, config)
         metrics, outputs = _penalise(context, step, behaviour)
         weights, loss_mask, corrected = _correction(step, config)
-        lengths = step.mask.sum(1)
         # An empty completion has no token to carry its reward, but it is a member of its group all the same.
-        rewards = torch.where(lengths > 0, step.token_rewards.double().sum(1), step.rewards)
-        batch = AdvantageBatch(
-            token_rewards=step.token_rewards,
-            mask=step.mask,
-            group_index=step.group_index,
-            rewards=rewards,
-            values=step.values,
-            greedy_rewards=step.greedy_rewards,
-            log_probs=behaviour,
-            sum_pi_squared=step.sum_pi_squared,
-            importance_weights=weights,
-            reward_parts=step.reward_parts,
-        )
-        estimator = ADVANTAGES.get(config.algorithm.adv_estimator).function()
-        try:
-            advantages, returns = estimator(batch, _options(config))
-        except ValueError as error:
-            raise DataError(f"advantages of step {context.step}: {error}") from error
-        _check_result(step, advantages, returns)
-        if config.algorithm.whiten_advantages:
-            advantages = masked_whiten(advantages, step.mask, compat=config.algorithm.compat) * step.mask
-        mean, std, size = group_statistics(rewards, step.group_index)
-        table = pa.table(
-            {
-                **{name: step.table[name] for name in schemas.ROLLOUT_KEY},
-                "advantages": ragged(advantages, step.mask),
-                "returns": ragged(returns, step.mask),
-                "token_rewards": ragged(step.token_rewards, step.mask),
-                "loss_mask": ragged(loss_mask, step.mask),
-                "behaviour_log_probs": ragged(behaviour, step.mask),
-                "behaviour_source": [source] * len(rewards),
-                "group_reward_mean": mean.numpy(),
-                "group_reward_std": std.numpy(),
-                "group_size": size.numpy(),
-            }
-        ).cast(schemas.TRAJECTORIES)
+        rewards = torch.where(step.mask.any(1), step.token_rewards.sum(1), step.rewards)
+        advantages, returns = _estimate(context, step, rewards, behaviour, weights)
+        table = _trajectories(step, rewards, advantages, returns, loss_mask, behaviour, source)
         outputs["trajectories"] = write_table(context.store, f"{context.folder}/trajectories", table)
         if weights is not None:
             columns = {name: step.table[name] for name in schemas.ROLLOUT_KEY}
-            table = pa.table({**columns, "importance_weights": ragged(weights, step.mask)})
+            kept = pa.table({**columns, "importance_weights": ragged(weights, step.mask)})
             outputs["importance_weights"] = write_table(
-                context.store, f"{context.folder}/importance_weights", table.cast(schemas.IMPORTANCE_WEIGHTS)
+                context.store, f"{context.folder}/importance_weights", kept.cast(schemas.IMPORTANCE_WEIGHTS)
             )
         metrics |= corrected | {
             **_summary("critic/rewards", rewards),
             **_summary("critic/advantages", advantages[step.mask]),
             **_summary("critic/returns", returns[step.mask]),
             **(_summary("critic/values", step.values[step.mask]) if step.values is not None else {}),
-            "critic/constant_groups_ratio": _constant_groups_ratio(std, step.group_index),
+            "critic/constant_groups_ratio": _constant_groups_ratio(table),
         }
         policy_version = context.inputs["rollouts"].manifest.content.policy_version
         return Result(outputs=outputs, policy_version=policy_version, metrics=metrics)
+
+
+def _estimate(
+    context: Context, step: StepRollouts, rewards: "Tensor", behaviour: "Tensor", weights: "Tensor | None"
+) -> "tuple[Tensor, Tensor]":
+    """Advantages and returns [B, T] by the estimator that the config names."""
+    from ratchet.algorithms.batch import AdvantageBatch
+    from ratchet.algorithms.catalog import ADVANTAGES
+    from ratchet.algorithms.whitening import masked_whiten
+
+    algorithm = context.config.algorithm
+    batch = AdvantageBatch(
+        # verl's own arithmetic is that of float32.
+        token_rewards=step.token_rewards.float() if algorithm.compat == "verl" else step.token_rewards,
+        mask=step.mask,
+        group_index=step.group_index,
+        rewards=rewards,
+        values=step.values,
+        greedy_rewards=step.greedy_rewards,
+        log_probs=behaviour,
+        sum_pi_squared=step.sum_pi_squared,
+        importance_weights=weights,
+        reward_parts=step.reward_parts,
+    )
+    try:
+        advantages, returns = ADVANTAGES.get(algorithm.adv_estimator).function()(batch, _options(context.config))
+    except ValueError as error:
+        raise DataError(f"advantages of step {context.step}: {error}") from error
+    _check_result(step, advantages, returns)
+    if algorithm.whiten_advantages:
+        advantages = masked_whiten(advantages, step.mask, compat=algorithm.compat) * step.mask
+    return advantages, returns
+
+
+def _trajectories(
+    step: StepRollouts,
+    rewards: "Tensor",
+    advantages: "Tensor",
+    returns: "Tensor",
+    loss_mask: "Tensor",
+    behaviour: "Tensor",
+    source: str,
+) -> pa.Table:
+    from ratchet.algorithms.advantage import group_statistics
+
+    mean, std, size = group_statistics(rewards, step.group_index)
+    columns = {
+        **{name: step.table[name] for name in schemas.ROLLOUT_KEY},
+        "advantages": ragged(advantages, step.mask),
+        "returns": ragged(returns, step.mask),
+        "token_rewards": ragged(step.token_rewards, step.mask),
+        "loss_mask": ragged(loss_mask, step.mask),
+        "behaviour_log_probs": ragged(behaviour, step.mask),
+        "behaviour_source": [source] * len(rewards),
+        "group_reward_mean": mean.numpy(),
+        "group_reward_std": std.numpy(),
+        "group_size": size.numpy(),
+    }
+    return pa.table(columns).cast(schemas.TRAJECTORIES)
 
 
 def _behaviour(step: StepRollouts, config: RunConfig) -> "tuple[Tensor, str]":
@@ -147,7 +168,7 @@ def _penalise(context: Context, step: StepRollouts, behaviour: "Tensor") -> tupl
     controller = _controller(context) if _is_adaptive(context.config) else None
     coefficient = controller.value if controller else algorithm.kl_ctrl.kl_coef
     kl = kl_estimate(behaviour.double(), step.reference_log_probs.double(), algorithm.kl_penalty) * step.mask
-    step.token_rewards -= (coefficient * kl).float()
+    step.token_rewards -= coefficient * kl
     lengths = step.mask.sum(1)
     current = float((kl.sum(1) / lengths.clamp(min=1))[lengths > 0].mean()) if bool(lengths.any()) else 0.0
     metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
@@ -204,7 +225,13 @@ def _correction(step: StepRollouts, config: RunConfig) -> "tuple[Tensor | None, 
             log_ratio, step.mask, options.rollout_rs, options.rollout_rs_threshold, compat=compat
         )
         loss_mask, metrics = loss_mask & kept.bool(), metrics | found
-    return weights, loss_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    difference = (step.policy_log_probs.exp() - step.sampler_log_probs.exp()).abs()[step.mask].double()
+    found = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    if len(difference) > 1:
+        found |= {
+            f"{PROBABILITY_DIFFERENCE}_{name}": float(getattr(difference, name)()) for name in ("mean", "max", "std")
+        }
+    return weights, loss_mask, found
 
 
 def _options(config: RunConfig) -> Any:
@@ -212,11 +239,13 @@ def _options(config: RunConfig) -> Any:
 
     algorithm = config.algorithm
     keys = algorithm.gdpo_reward_keys
+    # Without keys, what grades; a breakdown also holds what a part is made of, which would count twice.
+    weights = dict(zip(keys, algorithm.gdpo_reward_weights or [1.0] * len(keys), strict=True)) or config.reward_weights
     return AdvantageOptions(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        part_weights=dict(zip(keys, algorithm.gdpo_reward_weights or [1.0] * len(keys), strict=True)),
+        part_weights=weights,
         compat=algorithm.compat,
     )
 
@@ -240,8 +269,8 @@ def _summary(prefix: str, values: "Tensor") -> dict[str, float]:
     return {f"{prefix}/{name}": float(getattr(numbers, name)()) for name in ("mean", "max", "min")}
 
 
-def _constant_groups_ratio(std: "Tensor", group_index: "Tensor") -> float:
-    import torch
-
-    num_constant, num_groups = (len(torch.unique(groups)) for groups in (group_index[std == 0], group_index))
-    return num_constant / num_groups
+def _constant_groups_ratio(trajectories: pa.Table) -> float:
+    """Share of the groups whose rewards are all equal."""
+    group_ids, spreads = (trajectories[name].to_pylist() for name in ("group_id", "group_reward_std"))
+    of_group: dict[str, float] = dict(zip(group_ids, spreads, strict=True))
+    return sum(spread == 0 for spread in of_group.values()) / len(of_group)

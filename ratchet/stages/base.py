@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import ratchet
 from ratchet.config import RunConfig
 from ratchet.config.semantics import selected
-from ratchet.errors import CommitConflictError
+from ratchet.errors import CommitConflictError, NotCommittedError
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of, finite_metrics
 from ratchet.store.objects import ObjectStore
@@ -44,7 +44,11 @@ class Input:
     @property
     def digest(self) -> str:
         """What it is."""
-        return self.manifest.content.outputs[self.role]
+        digest = self.manifest.content.outputs.get(self.role)
+        if digest is None:
+            place = layout.stage_folder(self.manifest.content.stage, self.manifest.content.step)
+            raise NotCommittedError(f"{place} is committed without {self.role}, which this stage reads")
+        return digest
 
 
 @dataclass(kw_only=True, slots=True)

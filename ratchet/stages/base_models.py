@@ -25,14 +25,8 @@ class CopiedModel(Stage):
         return {}
 
     def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
-        from ratchet.engines.model import resolve_model_folder
-
-        try:
-            folder = resolve_model_folder(self.path(config))
-        except EngineError:
-            return None
-        files = {path.name: sha256_file(path) for path in _kept(folder)}
-        return {"base_model": digest_of(files)}
+        digest = model_digest(self.path(config))
+        return None if digest is None else {"base_model": digest}
 
     def compute(self, context: Context) -> Result:
         from ratchet.engines.model import resolve_model_folder
@@ -79,6 +73,17 @@ class BaseCritic(CopiedModel):
 
     def path(self, config: RunConfig) -> str:
         return config.critic.model.path or BasePolicy().path(config)
+
+
+def model_digest(path: str) -> str | None:
+    """Return the digest of a model's files, wherever they are; None where there are none (any more)."""
+    from ratchet.engines.model import resolve_model_folder
+
+    try:
+        folder = resolve_model_folder(path)
+    except EngineError:
+        return None
+    return digest_of({path.name: sha256_file(path) for path in _kept(folder)})
 
 
 def _kept(folder: Path) -> list[Path]:

@@ -28,7 +28,6 @@ class CriticUpdate(Update):
         "data.max_response_length",
         "critic",
         "actor_rollout_ref.rollout.n",
-        "actor_rollout_ref.rollout.dtype",
         "trainer.seed",
         "trainer.total_epochs",
         "trainer.total_training_steps",
@@ -38,7 +37,7 @@ class CriticUpdate(Update):
     def learner(self) -> Learner:
         from ratchet.engines.critic import CriticTrainer
 
-        return Learner("critic", self.name, CriticTrainer.from_folder, critic_settings, _update)
+        return Learner("critic", self.name, CriticTrainer.from_folder, critic_settings, _dtype, _update)
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return _READ
@@ -54,6 +53,10 @@ def value_rows(run: Run, step: int) -> list[Any]:
 
     columns = columns_of(run, step_inputs(run, _READ, step), _COLUMNS)
     return [ValueRow(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+
+
+def _dtype(config: RunConfig) -> str:
+    return config.critic.fsdp_config.dtype
 
 
 def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, float]:

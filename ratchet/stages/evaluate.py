@@ -9,7 +9,7 @@ from ratchet.data.order import sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.errors import ConfigError
 from ratchet.stages.base import Context, Input, Result, Stage
-from ratchet.stages.reward import REWARD_KEYS, grade_row, grade_rows
+from ratchet.stages.reward import REWARD_KEYS, grade_row, grade_rows, reward_sources
 from ratchet.stages.settings import validation_params
 from ratchet.store.run import POLICY_UPDATE, Run
 
@@ -34,6 +34,9 @@ class Evaluate(Stage):
             "prompts": Input(run.require("preprocess/val", None), "prompts"),
             "policy": Input(run.require(POLICY_UPDATE, step), "policy"),
         }
+
+    def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
+        return reward_sources(config)
 
     def compute(self, context: Context) -> Result:
         from ratchet.engines.model import chat_prompt_ids

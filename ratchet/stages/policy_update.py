@@ -6,6 +6,7 @@ from typing import Any
 from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.order import steps_per_epoch
+from ratchet.stages.advantage import PROBABILITY_DIFFERENCE
 from ratchet.stages.base import Context, Input, Result, optional_inputs, step_inputs
 from ratchet.stages.recovery import Learner
 from ratchet.stages.settings import trainer_settings
@@ -36,6 +37,7 @@ class PolicyUpdate(Update):
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.temperature",
         "algorithm.compat",
+        "code",
         "trainer.critic_warmup",
         "trainer.seed",
         "trainer.total_epochs",
@@ -46,7 +48,7 @@ class PolicyUpdate(Update):
     def learner(self) -> Learner:
         from ratchet.engines.trainer import Trainer
 
-        return Learner("policy", self.name, Trainer.from_folder, trainer_settings, _update)
+        return Learner("policy", self.name, Trainer.from_folder, trainer_settings, _dtype, _update)
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return (*_read(config), *((CRITIC_UPDATE,) if config.critic_is_needed else ()))
@@ -71,8 +73,8 @@ def _read(config: RunConfig) -> tuple[str, ...]:
 
 
 def _inputs(run: Run, config: RunConfig, step: int) -> dict[str, Input]:
-    weights = optional_inputs(run, "advantage", step, ("importance_weights",))
-    return step_inputs(run, _read(config), step) | weights
+    found = step_inputs(run, _read(config), step)
+    return found | optional_inputs(run, "advantage", step, ("importance_weights",))
 
 
 def training_rows(run: Run, config: RunConfig, step: int) -> list[Any]:
@@ -83,11 +85,18 @@ def training_rows(run: Run, config: RunConfig, step: int) -> list[Any]:
     return [TrainRow(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
+def _dtype(config: RunConfig) -> str:
+    return config.actor_rollout_ref.rollout.dtype
+
+
 def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, float]:
     if config.critic_is_needed and step <= config.trainer.critic_warmup:
         trainer.skip(step)
         return {}
     metrics: dict[str, float] = trainer.update(training_rows(run, config, step), step=step)
+    if not config.algorithm.rollout_correction.bypass_mode:
+        # Against the policy's own log-probs the difference is 0; the advantage stage knows the sampler's.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(PROBABILITY_DIFFERENCE)}
     return metrics
 
 

@@ -35,6 +35,8 @@ class Learner:
     open: Callable[..., Any]
     """Makes its trainer at version 0: (model folder, settings, world_size=, device=, mesh=)."""
     settings: Callable[[Run, RunConfig], Any]
+    dtype: Callable[[RunConfig], str]
+    """Of the weights that it publishes."""
     update: Callable[[Any, Run, RunConfig, int], dict[str, float]]
     """Trains one step from what is committed, and returns its metrics."""
 
@@ -83,7 +85,7 @@ def _replay(residents: Residents, learner: Learner, trainer: Any, steps: range) 
     logger.info("replaying committed steps %d to %d through %s", steps[0], steps[-1], learner.stage)
     for step in steps:
         learner.update(trainer, residents.run, residents.config, step)
-    weights = trainer.export_weights(residents.config.actor_rollout_ref.rollout.dtype)
+    weights = trainer.export_weights(learner.dtype(residents.config))
     if residents.is_main:
         _compare(residents, learner, steps[-1], weights)
 

@@ -143,7 +143,7 @@ class Residents:
 
         return RewardModel.from_folder(
             resolve_model_folder(path),
-            compute_dtype=self.config.actor_rollout_ref.actor.fsdp_config.dtype,
+            compute_dtype=self.config.reward_model.dtype,
             max_tokens_per_micro_batch=self.config.reward_model.max_token_len_per_gpu,
             device=self.torch_device(),
         )

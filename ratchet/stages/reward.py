@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -11,11 +12,27 @@ from ratchet.data import schemas
 from ratchet.data.join import prompts_by_id
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
+from ratchet.stages.base_models import model_digest
 from ratchet.store.run import Run
 from ratchet.tracking.metrics import summary
 
 if TYPE_CHECKING:
     from ratchet.rewards.graders import GradeRow, RewardResult
+
+
+@cache
+def _reward_model_digest(path: str) -> str | None:
+    # Once a process: a model has gigabytes, and every step asks.
+    return model_digest(path)
+
+
+def reward_sources(config: RunConfig) -> dict[str, str] | None:
+    """Return the outside inputs of every stage that grades: the reward model, where there is one."""
+    if "model" not in config.reward_weights:
+        return {}
+    digest = _reward_model_digest(config.reward_model.path)
+    return None if digest is None else {"reward_model": digest}
+
 
 REWARD_KEYS = ("reward_model", "custom_reward_function", "code", "data.max_response_length")
 """Config keys that a reward depends on."""
@@ -35,30 +52,33 @@ class Reward(Stage):
         return {
             "prompts": Input(run.require("preprocess/train", None), "prompts"),
             **step_inputs(run, self.needs(config), step),
-            **optional_inputs(run, "rollout", step, ("greedy_rollouts", "graded")),
+            **optional_inputs(run, "rollout", step, ("greedy_rollouts", "graded", "graded_tokens")),
         }
+
+    def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
+        return reward_sources(config)
 
     def compute(self, context: Context) -> Result:
         store, inputs = context.run.store, context.inputs
         samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
         if "graded" in inputs:
             # Sampling in rounds had to grade what it sampled.
-            table = read_table(store, inputs["graded"].artifact, schemas.REWARDS)
-            per_token: list[dict[str, Any]] = []
+            table, per_token = read_table(store, inputs["graded"].artifact, schemas.REWARDS), None
+            if "graded_tokens" in inputs:
+                per_token = read_table(store, inputs["graded_tokens"].artifact, schemas.TOKEN_REWARDS)
         else:
             table, per_token = grade_samples(context, samples)
         outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
-        if per_token:
-            rows = table_from_rows(per_token, schemas.TOKEN_REWARDS)
-            outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", rows)
+        if per_token is not None:
+            outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", per_token)
         if "greedy_rollouts" in inputs:
             greedy, _ = grade_samples(context, read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS))
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
         return Result(outputs=outputs, metrics=_metrics(table))
 
 
-def grade_samples(context: Context, samples: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """Grade a table of rollouts: the table of their rewards, and rows of token rewards where the reward gives them."""
+def grade_samples(context: Context, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
+    """Grade a table of rollouts: the table of their rewards, and of token rewards where the reward gives them."""
     prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
     rows = samples.to_pylist()
     by_id = prompts_by_id(prompts, [row["prompt_id"] for row in rows])
@@ -84,9 +104,10 @@ def grade_samples(context: Context, samples: pa.Table) -> tuple[pa.Table, list[d
         ],
         schemas.REWARDS,
     )
-    has_token_rewards = any(result.token_rewards is not None for result in graded)
+    if all(result.token_rewards is None for result in graded):
+        return table, None
     per_token = [key | {"token_rewards": result.token_rewards} for key, result in zip(keys, graded, strict=True)]
-    return table, per_token if has_token_rewards else []
+    return table, table_from_rows(per_token, schemas.TOKEN_REWARDS)
 
 
 def grade_row(prompt: dict[str, Any], sample: dict[str, Any], *, where: str) -> "GradeRow":

@@ -10,7 +10,7 @@ from ratchet.data.order import batch_positions, refill_positions, sample_seed
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.errors import EngineError
 from ratchet.stages.base import Context, Input, Result, Stage
-from ratchet.stages.reward import REWARD_KEYS
+from ratchet.stages.reward import REWARD_KEYS, reward_sources
 from ratchet.stages.rounds import sample_in_rounds
 from ratchet.stages.settings import greedy_params, sampling_params
 from ratchet.store.manifest import Artifact
@@ -49,6 +49,9 @@ class Rollout(Stage):
             "policy": Input(run.require(POLICY_UPDATE, step - 1), "policy"),
         }
 
+    def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
+        return reward_sources(config) if config.algorithm.filter_groups.enable else {}
+
     def compute(self, context: Context) -> Result:
         step, config = context.step, context.config
         assert step is not None
@@ -63,8 +66,10 @@ class Rollout(Stage):
             spare = refill_positions(step, prompt_ids, positions, seed=config.trainer.seed)
             kept, metrics = sample_in_rounds(context, prompts, positions, spare, sample_groups)
             table = kept.rollouts
-            if not kept.has_token_rewards:
-                outputs["graded"] = write_table(context.store, f"{context.folder}/graded", kept.rewards)
+            outputs["graded"] = write_table(context.store, f"{context.folder}/graded", kept.rewards)
+            if kept.token_rewards is not None:
+                artifact = write_table(context.store, f"{context.folder}/graded_tokens", kept.token_rewards)
+                outputs["graded_tokens"] = artifact
         else:
             table = sample_groups(context, prompts, positions)
         outputs["rollouts"] = write_table(context.store, f"{context.folder}/rollouts", table)

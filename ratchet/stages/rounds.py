@@ -6,13 +6,15 @@ come on top of the epoch's own, so an epoch still passes over every prompt once,
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ratchet.algorithms.shaping import informative_groups
+from ratchet.data import schemas
+from ratchet.data.parquet import table_from_rows
 from ratchet.rewards.graders import OVERLONG
 from ratchet.stages.base import Context
 from ratchet.stages.reward import grade_samples
@@ -29,8 +31,14 @@ class Round:
 
     rollouts: pa.Table
     rewards: pa.Table
-    has_token_rewards: bool = False
-    """Whether `rewards` does not say everything, and the rollouts must be graded again for it."""
+    token_rewards: pa.Table | None
+    """Where the reward gives any."""
+
+    def of(self, groups: Iterable[str]) -> "Round":
+        """Return the rows of `groups`."""
+        wanted = pa.array(groups, pa.string())
+        tables = (self.rollouts, self.rewards, self.token_rewards)
+        return Round(*(one and one.filter(pc.is_in(one["group_id"], value_set=wanted)) for one in tables))
 
 
 def sample_in_rounds(
@@ -45,48 +53,69 @@ def sample_in_rounds(
     Of a step without any informative group the first round is kept: it trains nothing, but the run goes on. Returns
     what is kept, group by group in the order in which they were drawn, and metrics.
     """
-    algorithm, wanted = context.config.algorithm, len(positions)
-    most, compat = algorithm.filter_groups.max_num_gen_batches, algorithm.compat
+    options, wanted = context.config.algorithm.filter_groups, len(positions)
     kept: list[Round] = []
     first: Round | None = None
     num_kept = num_sampled = rounds = 0
-    while positions and (most == 0 or rounds < most):
+    while positions and num_kept < wanted and rounds < (options.max_num_gen_batches or rounds + 1):
         rollouts = sample(context, prompts, positions)
-        rewards, per_token = grade_samples(context, rollouts)
+        current = Round(rollouts, *grade_samples(context, rollouts))
+        first = first or current
+        groups = _informative(context, current.rewards)[: wanted - num_kept]
+        kept.append(current.of(groups))
         rounds += 1
         num_sampled += len(positions)
-        first = first or Round(rollouts, rewards, bool(per_token))
-        group_ids = rewards["group_id"].to_pylist()
-        informative = informative_groups(group_ids, _compared(rewards, algorithm.filter_groups.metric), compat=compat)
-        groups = [group_id for group_id in dict.fromkeys(group_ids) if group_id in informative][: wanted - num_kept]
         num_kept += len(groups)
-        is_kept = pc.is_in(rollouts["group_id"], value_set=pa.array(groups, pa.string()))
-        kept.append(Round(rollouts.filter(is_kept), rewards.filter(is_kept)))
-        missing = wanted - num_kept
-        positions, spare = spare[: missing * _DRAWN_PER_MISSING], spare[missing * _DRAWN_PER_MISSING :]
-        if not missing:
-            break
+        drawn = (wanted - num_kept) * _DRAWN_PER_MISSING
+        positions, spare = spare[:drawn], spare[drawn:]
     assert first is not None
     if num_kept < wanted:
         logger.warning(
-            "step %s: %d of %d groups are informative after %d rounds", context.step, num_kept, wanted, rounds
+            "step %s: %d of %d groups teach something after %d rounds", context.step, num_kept, wanted, rounds
         )
     metrics = {
         "filter_groups/rounds": float(rounds),
         "filter_groups/sampled_groups": float(num_sampled),
         "filter_groups/kept_groups": float(num_kept),
     }
-    if not num_kept:
-        return first, metrics
-    rollouts, rewards = (pa.concat_tables([getattr(one, name) for one in kept]) for name in ("rollouts", "rewards"))
-    return Round(rollouts, rewards, first.has_token_rewards), metrics
+    return _joined(kept) if num_kept else first, metrics
+
+
+def _joined(rounds: list[Round]) -> Round:
+    rollouts, rewards = (pa.concat_tables([getattr(one, name) for one in rounds]) for name in ("rollouts", "rewards"))
+    # A round whose rewards are all of whole completions has no table of token rewards.
+    by_token = [one.token_rewards for one in rounds if one.token_rewards is not None]
+    return Round(rollouts, rewards, _with_every_row(rewards, pa.concat_tables(by_token)) if by_token else None)
+
+
+def _with_every_row(rewards: pa.Table, token_rewards: pa.Table) -> pa.Table:
+    """Return `token_rewards` with a null for each row of `rewards` that it lacks."""
+    known = {tuple(row[name] for name in schemas.ROLLOUT_KEY): row for row in token_rewards.to_pylist()}
+    keys = rewards.select(list(schemas.ROLLOUT_KEY)).to_pylist()
+    rows = [known.get(tuple(key.values()), key | {"token_rewards": None}) for key in keys]
+    return table_from_rows(rows, schemas.TOKEN_REWARDS)
+
+
+def _informative(context: Context, rewards: pa.Table) -> list[str]:
+    """Return the groups whose rewards differ, in the order in which they were drawn."""
+    algorithm = context.config.algorithm
+    group_ids = rewards["group_id"].to_pylist()
+    compared = _compared(rewards, algorithm.filter_groups.metric)
+    found = informative_groups(group_ids, compared, compat=algorithm.compat)
+    return [group_id for group_id in dict.fromkeys(group_ids) if group_id in found]
 
 
 def _compared(rewards: pa.Table, metric: str | None) -> list[float]:
-    """Return what must differ within a group: the reward, without the penalty on length unless the metric is a sum."""
+    """Return what must differ within a group.
+
+    The part of the reward that is called like the metric, where every row has it; otherwise the reward, without the
+    penalty on length unless the metric is a sum.
+    """
+    parts = [dict(row or ()) for row in rewards["reward_breakdown"].to_pylist()]
+    if metric is not None and all(metric in row for row in parts):
+        return [row[metric] for row in parts]
     values: list[float] = rewards["reward"].to_pylist()
     if metric in ("seq_reward", "seq_final_reward"):
         return values
-    penalties = [dict(parts or ()).get(OVERLONG, 0.0) for parts in rewards["reward_breakdown"].to_pylist()]
     # Rounded, since taking away what was added does not give back the last bit.
-    return [round(value - penalty, 9) for value, penalty in zip(values, penalties, strict=True)]
+    return [round(value - row.get(OVERLONG, 0.0), 9) for value, row in zip(values, parts, strict=True)]

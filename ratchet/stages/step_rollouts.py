@@ -28,7 +28,7 @@ class StepRollouts:
     rewards: "Tensor"
     """float64 [B], as they were graded."""
     token_rewards: "Tensor"
-    """float32 [B, T]."""
+    """float64 [B, T]: a sum of float32 rewards is not always the reward that a completion without tokens has."""
     reward_parts: "dict[str, Tensor]" = field(default_factory=dict)
     greedy_rewards: "Tensor | None" = None
     sampler_log_probs: "Tensor | None" = None
@@ -58,12 +58,12 @@ def read_step(context: Context) -> StepRollouts:
         mask=mask,
         group_index=torch.tensor([groups.setdefault(group_id, len(groups)) for group_id in group_ids]),
         rewards=torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64),
-        token_rewards=torch.zeros(mask.shape),
+        token_rewards=torch.zeros(mask.shape, dtype=torch.float64),
         reward_parts=_parts(rewards),
     )
     _check_finite(step)
     rows = torch.arange(len(lengths))[lengths > 0]
-    step.token_rewards[rows, lengths[rows] - 1] = step.rewards[rows].float()
+    step.token_rewards[rows, lengths[rows] - 1] = step.rewards[rows]
     if "token_rewards" in context.inputs:
         _spread(step, aligned(rollouts, _table(context, "token_rewards", schemas.TOKEN_REWARDS), "token_rewards"))
     if not rollouts["sampler_log_probs"].null_count:
@@ -114,7 +114,7 @@ def _spread(step: StepRollouts, table: pa.Table) -> None:
         length = int(step.mask[row].sum())
         if len(values) != length:
             raise DataError(f"{step.name(row)}: {len(values)} token rewards for {length} completion tokens")
-        step.token_rewards[row, :length] = torch.tensor(values)
+        step.token_rewards[row, :length] = torch.tensor(values, dtype=torch.float64)
 
 
 def _greedy_rewards(context: Context, group_ids: list[str]) -> "Tensor":

@@ -29,7 +29,7 @@ class Update(Stage):
         assert step is not None
         trainer = trainer_at(residents, learner, step - 1)
         metrics = learner.update(trainer, context.run, context.config, step)
-        weights = trainer.export_weights(context.config.actor_rollout_ref.rollout.dtype)
+        weights = trainer.export_weights(learner.dtype(context.config))
         state = _trainer_state(context, trainer)
         if not residents.is_main:
             return Result(outputs={})

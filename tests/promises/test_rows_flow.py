@@ -63,7 +63,10 @@ def test_row_01_a_flow_and_a_trainer_run_the_whole_thing_here(grpo: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_row_01_the_same_flow_is_written_as_a_pipeline_and_started_on_a_cluster(tmp_path: Path) -> None:
+def test_row_01_the_same_flow_is_written_as_a_pipeline_and_started_on_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where kfp keeps its own
     flow = RLDataFlow(
         rollout=VLLMRollout("Qwen/Qwen2.5-0.5B-Instruct"),
         reward=GSM8KReward(),
@@ -79,9 +82,7 @@ def test_row_01_the_same_flow_is_written_as_a_pipeline_and_started_on_a_cluster(
         started = flow.submit(host=url, root="s3://bucket/runs", run_id="first")
     assert started.run == "s3://bucket/runs/first"
     (sent,) = [body for method, place, body in seen if method == "POST" and "/runs" in place]
-    spec = sent["pipeline_spec"]
-    sent_config = spec.get("pipeline_spec", spec)["root"]["inputDefinitions"]["parameters"]["config"]["defaultValue"]
-    assert sent_config == embedded
+    assert sent["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["config"]["defaultValue"] == embedded
 
 
 def test_row_02_parts_have_names_and_a_printed_flow_shows_parts_config_and_graph() -> None:
@@ -99,7 +100,13 @@ def test_row_02_parts_have_names_and_a_printed_flow_shows_parts_config_and_graph
     assert "  actor_rollout_ref.model.path: Qwen/Qwen2.5-0.5B-Instruct" in lines
     assert "  actor_rollout_ref.actor.use_kl_loss: True" in lines
     graph = lines[lines.index("stages of a step") + 1 :]
-    assert [line.split()[0] for line in graph] == ["rollout", "reward", "advantage", "reference_scores", "policy_update"]
+    assert [line.split()[0] for line in graph] == [
+        "rollout",
+        "reward",
+        "advantage",
+        "reference_scores",
+        "policy_update",
+    ]
     assert graph[-1].split("<- ")[1] == "rollout, advantage, reference_scores"
 
 

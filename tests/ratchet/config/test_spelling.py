@@ -56,8 +56,6 @@ def test_every_spelling_means_a_key_and_is_none_itself() -> None:
         ("trainer.algorithm=rloo", "algorithm.adv_estimator", "rloo"),
         ("trainer.num_epochs=3", "trainer.total_epochs", 3),
         ("trainer.save_dir=out", "trainer.default_local_dir", "out"),
-        ("trainer.max_critic_ckpt_to_keep=3", "trainer.max_actor_ckpt_to_keep", 3),
-        ("trainer.max_critic_ckpt_to_keep=null", "trainer.max_actor_ckpt_to_keep", None),
         ("trainer.logger=console", "trainer.logger", ("console",)),
     ],
 )
@@ -82,6 +80,8 @@ def test_an_override_counts_over_the_file_under_whatever_name() -> None:
     config = parse_config(tree, overrides)
     assert (config.trainer.total_epochs, config.data.train_batch_size) == (5, 4)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (10, 10)
+    later = parse_config({"data": {"seq_length": 20}}, ["data.max_prompt_length=4", "rollout.response_length=5"])
+    assert (later.data.max_prompt_length, later.data.max_response_length) == (4, 5)
 
 
 def test_a_fault_names_the_key_as_it_was_typed() -> None:

@@ -6,7 +6,7 @@ from ratchet.config import load_config
 from ratchet.errors import ConfigError, EngineError
 from ratchet.grains import distributed, loop
 from ratchet.grains.session import open_session, submit
-from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from tests.runs import manifests, tiny_config, train_tiny, write_problems
 
 TWO = {"trainer.grain": "stage", "trainer.n_gpus_per_node": 2, "trainer.total_training_steps": 2}
@@ -35,13 +35,38 @@ def test_two_processes_publish_one_policy_and_a_state_that_the_next_ones_load(
 
 
 @pytest.mark.slow
+def test_two_processes_train_a_critic_as_one_does(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(solution_str):\n    return len(solution_str) / 10\n")
+    options = {
+        **TWO,
+        "trainer.total_training_steps": 1,
+        "algorithm.adv_estimator": "gae",
+        "critic.fsdp_config.dtype": "float32",
+        "custom_reward_function.path": str(reward),
+    }
+    problems = write_problems(tmp_path / "problems.jsonl")
+    metrics = []
+    for count in (2, 1):
+        config = tiny_config(tiny_model, problems, **{**options, "trainer.n_gpus_per_node": count})
+        run = train_tiny(tmp_path, f"run-{count}", config)
+        metrics.append(run.require(CRITIC_UPDATE, 1).provenance.metrics)
+    for name in ("critic/vf_loss", "critic/grad_norm"):
+        assert metrics[0][name] > 0
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_processes_that_fail_are_an_error_that_names_the_step(tmp_path: Path, tiny_model: Path) -> None:
     config = tiny_config(tiny_model, write_problems(tmp_path / "problems.jsonl"), **TWO)
     with open_session(submit(str(tmp_path), "run", config), config) as session:
         loop.prepare(session)
         # Nothing of the step is committed: every process stops at the fence.
-        with pytest.raises(EngineError, match="the policy update of step 1 on 2 processes ended with code 1"):
-            distributed.launch(session.store_run, 1, 2)
+        with pytest.raises(EngineError, match="policy_update of step 1 on 2 processes ended with code 1"):
+            distributed.launch(session.store_run, POLICY_UPDATE, 1, 2)
     assert Run(str(tmp_path), "run").manifest(POLICY_UPDATE, 1) is None
 
 

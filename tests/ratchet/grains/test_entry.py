@@ -107,7 +107,7 @@ def test_preflight_takes_a_file_or_its_text_and_overrides(tmp_path: Path, tiny_m
     [
         (["trainer.n_gpus_per_node=2"], "needs trainer.grain=stage"),
         (["trainer.nnodes=2", "trainer.grain=stage"], "this version trains on one node"),
-        (["actor_rollout_ref.model.path="], "actor_rollout_ref.model.path: "),
+        (["actor_rollout_ref.model.path="], "actor_rollout_ref.model.path is not set"),
     ],
 )
 def test_preflight_refuses_what_no_pod_could_run_before_the_run_exists(

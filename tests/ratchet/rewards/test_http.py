@@ -129,20 +129,37 @@ def test_rows_go_out_in_batches_and_rewards_come_back_in_order(server: Server) -
     ]
 
 
-def test_2048_rows_of_an_endpoint_of_10_ms_take_less_than_a_second(server: Server) -> None:
-    def slow(body: dict[str, Any]) -> Answer:
-        time.sleep(0.01)
+def test_requests_are_under_way_at_once_up_to_the_limit(server: Server) -> None:
+    limit, under_way, most = 8, 0, 0
+    # Nobody is answered before as many requests as may be are there: one after another would never get that far.
+    all_here = threading.Barrier(limit, timeout=4.0)
+
+    def meet(body: dict[str, Any]) -> Answer:
+        nonlocal under_way, most
+        with server.lock:
+            under_way += 1
+            most = max(most, under_way)
+        all_here.wait()
+        with server.lock:
+            under_way -= 1
         return lengths(body)
 
-    server.answer = slow
+    server.answer = meet
     rows = _rows(*["x" * (index % 50) for index in range(2048)])
-    config = RewardModelConfig(type="api", url=server.url)
+    config = RewardModelConfig(type="api", url=server.url, concurrency=limit)
     with closing(HttpReward(config)) as reward:
-        started = time.perf_counter()
         results = reward.score(rows)
-        assert time.perf_counter() - started < 1
-        reward.score(rows)
     assert [result.reward for result in results] == [float(index % 50) for index in range(2048)]
+    assert len(server.bodies) == 32
+    assert most == limit
+
+
+def test_connections_stay_open_from_one_step_to_the_next(server: Server) -> None:
+    config = RewardModelConfig(type="api", url=server.url, batch_size=1)
+    with closing(HttpReward(config)) as reward:
+        for _ in range(2):
+            reward.score(_rows(*["x"] * 64))
+    assert len(server.bodies) == 128
     assert server.num_connections <= config.concurrency
 
 

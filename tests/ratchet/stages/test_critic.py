@@ -41,6 +41,7 @@ def _weights(run: Run, stage: str, role: str, step: int) -> dict[str, torch.Tens
     return load_file(Path(run.uri) / run.require(stage, step).output(role).folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_ppo_is_the_same_at_every_grain(tmp_path: Path, tiny_model: Path) -> None:
     digests = {
         grain: content_digests(train_tiny(tmp_path, grain, _config(tmp_path, tiny_model, **{"trainer.grain": grain})))

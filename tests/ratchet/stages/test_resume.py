@@ -93,7 +93,7 @@ def test_steps_after_the_last_trainer_state_are_replayed_from_committed_rollouts
     assert _state_steps(run) == [3]
     with caplog.at_level("INFO", logger="ratchet.stages.recovery"):
         run = train_tiny(tmp_path, "run", config)
-    assert "replaying committed rollouts of steps 4 to 4" in caplog.text
+    assert "replaying committed steps 4 to 4" in caplog.text
     assert "the committed one, bit for bit" in caplog.text
     assert content_digests(run) == uninterrupted
     assert all(run.manifest(RECOVERY, step) is None for step in range(STEPS + 1))

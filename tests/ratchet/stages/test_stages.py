@@ -87,7 +87,7 @@ def test_only_the_first_prompts_are_used_where_so_many_are_asked_for(tmp_path: P
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "How many?"}, "line 1: expected a ground truth"),
+        ({"prompt": "How many?", "data_source": "openai/gsm8k"}, "line 1: no ground truth"),
         ({"question": "How many?"}, "line 1: no column 'answer'"),
         ({"prompt": "How many?", "answer": "4", "data_source": "mine/own"}, "no reward function .*'mine/own'"),
     ],
