@@ -20,6 +20,7 @@ class Evaluate(Stage):
     name = "evaluate"
     timing = "testing"
     config_keys = (
+        "data.max_response_length",
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.val_kwargs",

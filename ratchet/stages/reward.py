@@ -34,7 +34,7 @@ def reward_sources(config: RunConfig) -> dict[str, str] | None:
     return None if digest is None else {"reward_model": digest}
 
 
-REWARD_KEYS = ("reward_model", "custom_reward_function", "code", "data.max_response_length")
+REWARD_KEYS = ("reward_model", "custom_reward_function", "code")
 """Config keys that a reward depends on."""
 
 
@@ -44,6 +44,11 @@ class Reward(Stage):
     name = "reward"
     timing = "reward"
     config_keys = REWARD_KEYS
+
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        # The penalty on length ends at the limit.
+        is_penalised = config.reward_model.overlong_buffer.enable
+        return (*self.config_keys, "data.max_response_length") if is_penalised else self.config_keys
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return ("rollout",)

@@ -146,12 +146,12 @@ def test_row_11_every_argument_of_grpo_does_what_it_says(tiny_model: Path, probl
         lam=0.95,
         norm_adv_by_std=False,
     )
-    # A rate at which the policy has left the reference by the second step.
+    # A rate at which the policy has left the reference by the second step, if not by far.
     flow = RLDataFlow(
         rollout=HFRollout(str(tiny_model), n=2, max_tokens=6, dtype="float32"),
         reward=ByLength(),
         advantage=advantage,
-        policy_update=FSDPPolicyUpdate(lr=1e-2, entropy_coeff=0.01, dtype="float32"),
+        policy_update=FSDPPolicyUpdate(lr=3e-4, entropy_coeff=0.01, dtype="float32"),
     )
     config = flow.config(rest(problems))
     assert (config.algorithm.kl_penalty, config.algorithm.gamma, config.algorithm.lam) == ("low_var_kl", 1.0, 0.95)
@@ -163,7 +163,8 @@ def test_row_11_every_argument_of_grpo_does_what_it_says(tiny_model: Path, probl
         # arXiv:1909.08593, section 2.2: the error is clipped to 0.2, and there are 4 rollouts to a horizon of 100.
         error = max(-0.2, min(0.2, metrics[KL] / 1e-6 - 1))
         assert after == pytest.approx(before * (1 + error * 4 / 100))
-    assert coefficients[2] > coefficients[1], "the policy left the reference, so that the second error is positive"
+    assert steps[1][KL] < 0.08, "far below the default target"
+    assert coefficients[2] > coefficients[1], "and above this one"
 
     # k3 of policy and reference on every token, and rewards less their group's mean, without a deviation.
     run = run_of(result)

@@ -13,6 +13,7 @@ from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stages
 from ratchet.stages.preprocess import Preprocess
+from ratchet.store.manifest import digest_of
 
 OPTIM = "actor_rollout_ref.actor.optim"
 EVERYTHING = [
@@ -176,3 +177,33 @@ def test_a_stage_is_told_the_values_of_its_keys_and_sections() -> None:
     }
     cosine = load_config(overrides=["trainer.total_training_steps=5", f"{OPTIM}.lr_scheduler_type=cosine"])
     assert selected(cosine, ["trainer.total_training_steps"]) == {"trainer.total_training_steps": 5}
+
+
+def test_stages_have_the_config_digests_that_they_had_before_they_read_new_keys() -> None:
+    """As the first runs recorded them, whose manifests a run that was begun then is compared with."""
+    tiny = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
+    more = ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false"]
+    config = load_config(tiny, more)
+    stages = [*step_stages(config), Evaluate(), Preprocess("train"), CheckpointExport()]
+    assert {stage.name: digest_of(selected(config, stage.keys(config)))[:12] for stage in stages} == {
+        "rollout": "ea5c41539a71",
+        "reward": "d13ff6ad07f4",
+        "policy_scores": "aba9d0871498",
+        "advantage": "2ee9ae4c3684",
+        "reference_scores": "aba9d0871498",
+        "policy_update": "8213aa572fb8",
+        "evaluate": "72f7c6e7c763",
+        "preprocess/train": "4ddb7fcdda6d",
+        "checkpoint_export": "effa49161a36",
+    }
+
+
+@pytest.mark.parametrize("stage", ["advantage", "policy_update", "reward"])
+def test_a_users_file_is_part_of_what_a_stage_is_made_from(stage: str, tmp_path: Path) -> None:
+    def digest(bonus: int) -> str:
+        (tmp_path / "mine.py").write_text(f"BONUS = {bonus}\n")
+        config = load_config(overrides=[f"code=[{tmp_path / 'mine.py'}]"])
+        (found,) = [one for one in step_stages(config) if one.name == stage]
+        return digest_of(selected(config, found.keys(config)))
+
+    assert digest(1) == digest(1) != digest(2)
