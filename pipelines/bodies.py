@@ -72,7 +72,8 @@ def train_in_stages(
     prepared = uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)
     base = uncached(evaluate(root=root, run_id=run_id, submission_id=JOB, version="base")).after(prepared)
     base.set_display_name("evaluate base")
-    steps = uncached(plan(root=root, run_id=run_id, submission_id=JOB)).after(prepared)
+    # The base is evaluated before anything is trained: a run's last task must be the one that ends it.
+    steps = uncached(plan(root=root, run_id=run_id, submission_id=JOB)).after(base)
     with dsl.ParallelFor(steps.output, parallelism=1, name="steps") as step:
         trained = uncached(one_step(root=root, run_id=run_id, submission_id=JOB, step=step))
     _finish(root, run_id, trained)

@@ -67,25 +67,14 @@ def train(
     """Train here, in this process. The same run id again resumes the run."""
     from ratchet.config import load_config
     from ratchet.grains import loop
-    from ratchet.grains.session import open_session, submit
+    from ratchet.grains.session import open_session, place_of, submit
 
     gpus = [] if num_gpus is None else [f"trainer.num_gpus={num_gpus}"]
     parsed = load_config(config, [*(overrides or []), *gpus])
-    run = submit(*_place(parsed, root, run_id), parsed)
+    run = submit(*place_of(parsed, root, run_id), parsed)
     with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
         loop.train(session)
     typer.echo(f"run: {run.uri}")
-
-
-def _place(config: "RunConfig", root: str | None, run_id: str | None) -> tuple[str, str]:
-    """The root and id of the run to start or to go on with."""
-    trainer = config.trainer
-    if trainer.resume_mode != "resume_path":
-        return root or trainer.default_local_dir, run_id or trainer.experiment_name
-    if root or run_id:
-        raise ConfigError("--root and --run-id name a run, and so does trainer.resume_from_path; expected one of them")
-    run = _open_run(trainer.resume_from_path)
-    return run.root, run.run_id
 
 
 @app.command()

@@ -6,14 +6,13 @@ micro-batches weighs a token by its neighbours; with weights from the totals, an
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from ratchet.algorithms.batch import Compat
-
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+from ratchet.algorithms.catalog import LossAggMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 Need = Literal["group", "values", "greedy_rewards", "sum_pi_squared", "reward_parts"]
 """What an estimator reads beside rewards: other completions of the prompt, a critic's values, the reward of a greedy
 completion a prompt, the sum of squared probabilities at each token, the reward's parts."""
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,7 +27,7 @@ class Entry:
     home: str | Callable[..., Any]
     """`module:name` of the function, or the function."""
     needs: frozenset[str] = frozenset()
-    loss_agg_mode: str | None = None
+    loss_agg_mode: LossAggMode | None = None
     """Policy losses: the one aggregation that the loss is defined with; None takes the configured one."""
     select: str | Callable[..., Any] | None = None
     """Policy losses: the function that picks tokens of a whole mini-batch before any of it is trained on."""
@@ -123,8 +125,10 @@ def register_advantage(name: str, *, needs: Iterable[Need] = ()) -> Callable[[Fu
     return register
 
 
-def register_policy_loss(name: str, *, loss_agg_mode: str | None = None) -> Callable[[Function], Function]:
+def register_policy_loss(name: str, *, loss_agg_mode: LossAggMode | None = None) -> Callable[[Function], Function]:
     """Register `function(batch: LossBatch, options: LossOptions) -> (loss per token, metrics per token)`."""
+    if loss_agg_mode is not None and loss_agg_mode not in get_args(LossAggMode):
+        raise ValueError(f"expected a loss_agg_mode of {', '.join(get_args(LossAggMode))}, got {loss_agg_mode!r}")
 
     def register(function: Function) -> Function:
         POLICY_LOSSES.add(Entry(name, function, loss_agg_mode=loss_agg_mode))

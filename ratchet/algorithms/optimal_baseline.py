@@ -110,8 +110,9 @@ def _verl_baseline(to_go: Tensor, energy: Tensor, mask: Tensor, size: int) -> Te
 def _quotient(weighted: Tensor, energy: Tensor, size: int) -> Tensor:
     """B [groups, T] from `G W` and `W` [b, T], which are 0 where a row has no token."""
     length = energy.shape[1]
-    total = energy.view(-1, size, length).sum(1).add_(_EPSILON)
-    return weighted.view(-1, size, length).sum(1).div_(total)
+    groups = (len(energy) // size, size, length)
+    total = energy.view(groups).sum(1).add_(_EPSILON)
+    return weighted.view(groups).sum(1).div_(total)
 
 
 def _as_slice(rows: Tensor) -> slice | Tensor:

@@ -53,7 +53,8 @@ def weight_metrics(
     applied, raw_rows = weights[is_used].double(), row_averages(raw, is_used)[rows]
     if level == "sequence":
         measured, limits = logs[:, 0][rows], (math.log(lowest), math.log(highest))
-        extremes = math.exp(float(measured.min())), math.exp(min(float(measured.max()), MAX_LOG_RATIO))
+        lowest_log, highest_log = (min(float(end), MAX_LOG_RATIO) for end in (measured.min(), measured.max()))
+        extremes = math.exp(lowest_log), math.exp(highest_log)
     else:
         measured, limits = raw[is_used], band
         extremes = float(applied.min()), float(applied.max())

@@ -58,11 +58,6 @@ def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
             "algorithm.kl_ctrl.kl_coef is 0, and an adaptive coefficient is multiplied from step to step, so that it "
             "would stay 0; set algorithm.kl_ctrl.kl_coef above 0"
         )
-    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.use_kl_in_reward has no effect with gdpo, which reads the reward's parts: use "
-            "actor_rollout_ref.actor.use_kl_loss"
-        )
     if correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
@@ -170,6 +165,11 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
         )
     if estimator == "gae" and algorithm.compat == "verl" and algorithm.whiten_advantages:
         yield "algorithm.whiten_advantages whitens a second time what gae has whitened with algorithm.compat=verl"
+    if estimator == "gdpo" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward has no effect with gdpo, which reads the reward's parts: use "
+            "actor_rollout_ref.actor.use_kl_loss"
+        )
     if algorithm.gdpo_reward_keys and estimator != "gdpo":
         yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}"
     trainer = config.trainer

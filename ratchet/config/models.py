@@ -4,13 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ratchet.algorithms.catalog import POLICY_LOSSES
+from ratchet.algorithms.catalog import POLICY_LOSSES, LossAggMode
 from ratchet.config.section import (
     AboveZero,
     Decay,
     DType,
     KLType,
-    LossAggMode,
     NonNegative,
     Positive,
     Probability,

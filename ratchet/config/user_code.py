@@ -59,7 +59,9 @@ def embed(tree: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, A
     given = tree.get("code")
     if given is None:
         given = []
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, Mapping) or not isinstance(given, Sequence):
         raise ConfigError(f"code is {given!r}: expected a list of Python files")
     entries = [_embedded(item, folder) for item in given]
     hook = tree.get(_REWARD)
@@ -136,7 +138,7 @@ def _execute(module: ModuleType, source: str, shown: str) -> None:
         pass
     except SyntaxError as error:
         raise ConfigError(f"{shown}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A user's file may raise anything; its own line says more than where it was loaded from.
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == shown]
         place = f", line {lines[-1]}" if lines else ""

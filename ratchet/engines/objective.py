@@ -6,14 +6,13 @@ all the same.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.aggregation import LossAggMode, LossTotals
+from ratchet.algorithms.aggregation import LossTotals
 from ratchet.algorithms.batch import LossBatch, LossOptions
-from ratchet.algorithms.catalog import POLICY_LOSSES, Entry
+from ratchet.algorithms.catalog import POLICY_LOSSES, Entry, LossAggMode
 from ratchet.algorithms.kl import KLKind, kl_estimate
 from ratchet.engines.training import Share, TrainingSettings, check_columns, loss_tokens, loss_weights
 from ratchet.errors import ConfigError, DataError, EngineError
@@ -113,7 +112,7 @@ def micro_batch_loss(
     behaviour = loss_tokens([row.behaviour_log_probs for row in rows], rows, device)
     per_token, metrics = _policy_loss(entry, log_probs, behaviour, rows, settings.loss_options, selection)
     configured = weights(settings.loss_agg_mode)
-    own = configured if entry.loss_agg_mode is None else weights(cast(LossAggMode, entry.loss_agg_mode))
+    own = configured if entry.loss_agg_mode is None else weights(entry.loss_agg_mode)
     pg_loss = (per_token * own).sum()
     weighted_entropy = (entropy * configured).sum()
     loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
@@ -152,8 +151,13 @@ def _policy_loss(
         importance_weights=loss_tokens(given, rows, device) if given else None,
         selection=selection,
     )
-    per_token, metrics = entry.function()(batch, options)
+    result = entry.function()(batch, options)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise EngineError(f"expected a loss per token and a dict of metrics from {entry.name!r}, got {result!r:.80}")
+    per_token, metrics = result
     for name, value in {"loss": per_token, **metrics}.items():
+        if not isinstance(value, Tensor):
+            raise EngineError(f"expected a tensor as {name} from {entry.name!r}, got {value!r:.80}")
         if value.shape != log_probs.shape:
             expected, got = list(log_probs.shape), list(value.shape)
             raise EngineError(f"expected one {name} per token, {expected}, from {entry.name!r}, got {got}")

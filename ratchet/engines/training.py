@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.aggregation import LossAggMode, LossTotals, token_weights
+from ratchet.algorithms.aggregation import LossTotals, token_weights
+from ratchet.algorithms.catalog import LossAggMode
 from ratchet.engines.optimizer import LRScheduler
 from ratchet.errors import ConfigError, DataError, NumericsError
 

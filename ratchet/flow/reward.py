@@ -59,6 +59,7 @@ class RewardModel(Reward):
 
     name: ClassVar[str] = "model"
     path: str = sets(f"{_SECTION}.path")
+    dtype: str = sets(f"{_SECTION}.dtype", default="bfloat16")
     max_token_len_per_gpu: int = sets(f"{_SECTION}.max_token_len_per_gpu", default=16384)
     """Token budget of one forward pass."""
 

@@ -50,7 +50,9 @@ def run_segment(session: Session, start: int, stop: int) -> None:
     _evaluate_if_due(session, start - 1)
     for step in range(start, stop):
         is_last = step == stop - 1
-        run_step(session, step, keep_trainer_state=is_last or step % trainer.trainer_state_freq == 0)
+        is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
+        is_due = is_last or is_saved or step % trainer.trainer_state_freq == 0
+        run_step(session, step, keep_trainer_state=is_due)
         _evaluate_if_due(session, step)
         if trainer.grain == "step":
             session.residents.drop()

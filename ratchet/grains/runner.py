@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.config import RunConfig
 from ratchet.environment import set_defaults
 from ratchet.grains import loop
-from ratchet.grains.session import open_session, submit
+from ratchet.grains.session import open_session, place_of, submit
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stages
@@ -51,9 +51,8 @@ class LocalRunner:
         if trainer.n_gpus_per_node * trainer.nnodes > 1:
             # Their processes know the config alone.
             flow.check_travels("fit on several processes", roles=("advantage", "policy_update"))
-        root, run_id = root or trainer.default_local_dir, run_id or trainer.experiment_name
         reward, mesh = flow.live_reward, flow.policy_update.device_mesh
-        run = submit(root, run_id, parsed, reward=reward)
+        run = submit(*place_of(parsed, root, run_id), parsed, reward=reward)
         with open_session(run, parsed, echo=_say, reward=reward, mesh=mesh) as session:
             loop.train(session)
         return _result(run)

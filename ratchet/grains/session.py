@@ -18,6 +18,7 @@ from ratchet.rewards.graders import open_grader
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.residents import Residents
+from ratchet.stages.reward import reward_sources
 from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
@@ -80,22 +81,30 @@ class Session:
         Of these the newest `max_actor_ckpt_to_keep` (`max_critic_ckpt_to_keep`) stay, all of them without a limit.
         """
         trainer = self.config.trainer
-        save_freq = trainer.save_freq
         limit = trainer.max_actor_ckpt_to_keep if stage == POLICY_UPDATE else trainer.max_critic_ckpt_to_keep
         num_states = num_saved = 0
-        for step in range(newest, max(0, newest - 4 * self.config.trainer.trainer_state_freq - 4), -1):
+        for step in range(newest, 0, -1):
             state = self.store_run.require(stage, step).provenance.trainer_state
             if state is None:
                 continue
             num_states += 1
-            is_saved = save_freq > 0 and step % save_freq == 0
+            is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
             num_saved += is_saved
-            if num_states <= 2 or (is_saved and (limit is None or num_saved <= limit)):
-                continue
-            if not artifacts.is_present(self.store_run.store, state):
-                # Those before it went with it; asking for each of them would cost every step a request a state.
+            # What lies behind was deleted when it was the next one; a crash in between may leave one more.
+            is_due = limit is not None and limit < num_saved <= limit + 2 if is_saved else 2 < num_states <= 4
+            if num_states > 2 and is_due and artifacts.is_present(self.store_run.store, state):
+                artifacts.delete(self.store_run.store, state)
+            if num_states >= 4 and (limit is None or trainer.save_freq <= 0 or num_saved >= limit + 2):
                 return
-            artifacts.delete(self.store_run.store, state)
+
+
+def place_of(config: RunConfig, root: str | None, run_id: str | None) -> tuple[str, str]:
+    """Return root and id of the run to start or to go on with: those given, or what the config says."""
+    trainer = config.trainer
+    if trainer.resume_mode != "resume_path" or root or run_id:
+        return root or trainer.default_local_dir, run_id or trainer.experiment_name
+    found_root, slash, found_id = trainer.resume_from_path.rstrip("/").rpartition("/")
+    return found_root or slash or ".", found_id
 
 
 def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None, reward: Any = None) -> Run:
@@ -119,6 +128,7 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
     if not is_old:
         _check_sources(config, reward)
     run.create_or_check(semantic(config))
+    _check_reward_model(run, config)
     for file in config.code:
         run.store.put_create(layout.code(file.sha256, PurePath(file.path).name), file.source.encode())
     run.claim(
@@ -131,6 +141,18 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
         }
     )
     return run
+
+
+def _check_reward_model(run: Run, config: RunConfig) -> None:
+    """Refuse to go on with another reward model than the one that graded step 1."""
+    graded = run.manifest("reward", 1)
+    known = graded.content.inputs.get("reward_model") if graded is not None else None
+    found = (reward_sources(config) or {}).get("reward_model")
+    if known is not None and found is not None and known != found:
+        raise ConfigError(
+            f"reward_model.path is {config.reward_model.path}, whose files are not those of the reward model that run "
+            f"{run.uri} was begun with; use another run id"
+        )
 
 
 def _check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:

@@ -43,7 +43,7 @@ def called(function: Callable[..., Any], *arguments: Any, name: str, where: str)
         return function(*arguments)
     except (DataError, NumericsError) as error:
         raise type(error)(f"{where}: {error}") from error
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise DataError(f"{where}: the reward {name} raised {type(error).__name__}: {error}") from error
 
 

@@ -91,9 +91,9 @@ def _estimate(
 
     algorithm = context.config.algorithm
     batch = AdvantageBatch(
-        # verl's own arithmetic is that of float32.
-        token_rewards=step.token_rewards.float() if algorithm.compat == "verl" else step.token_rewards,
-        mask=step.mask,
+        # Copies: a user's estimator may write to what it is given. verl's own arithmetic is that of float32.
+        token_rewards=step.token_rewards.float() if algorithm.compat == "verl" else step.token_rewards.clone(),
+        mask=step.mask.clone(),
         group_index=step.group_index,
         rewards=rewards,
         values=step.values,
@@ -103,11 +103,13 @@ def _estimate(
         importance_weights=weights,
         reward_parts=step.reward_parts,
     )
+    function = ADVANTAGES.get(algorithm.adv_estimator).function()
     try:
-        advantages, returns = ADVANTAGES.get(algorithm.adv_estimator).function()(batch, _options(context.config))
-    except ValueError as error:
-        raise DataError(f"advantages of step {context.step}: {error}") from error
-    _check_result(step, advantages, returns)
+        result = function(batch, _options(context.config))
+    except (Exception, SystemExit) as error:  # whatever a user's estimator raises
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise DataError(f"advantages of step {context.step}, by {name}: {type(error).__name__}: {error}") from error
+    advantages, returns = _checked(step, result)
     if algorithm.whiten_advantages:
         advantages = masked_whiten(advantages, step.mask, compat=algorithm.compat) * step.mask
     return advantages, returns
@@ -250,16 +252,21 @@ def _options(config: RunConfig) -> Any:
     )
 
 
-def _check_result(step: StepRollouts, advantages: "Tensor", returns: "Tensor") -> None:
-    """A user's estimator may return anything."""
+def _checked(step: StepRollouts, result: Any) -> "tuple[Tensor, Tensor]":
+    """Advantages and returns as an estimator returned them; a user's may return anything."""
     import torch
 
-    for name, values in (("advantages", advantages), ("returns", returns)):
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(one, torch.Tensor) for one in result)):
+        raise DataError(
+            f"expected a tuple of two tensors, advantages and returns, from the estimator, got {result!r:.80}"
+        )
+    for name, values in zip(("advantages", "returns"), result, strict=True):
         if values.shape != step.mask.shape:
             raise DataError(f"expected {name} of shape {list(step.mask.shape)}, got {list(values.shape)}")
         bad = (~torch.isfinite(values) & step.mask).any(1).nonzero()
         if len(bad):
             raise NumericsError(f"{step.name(int(bad[0]))}: its {name} are not finite")
+    return result
 
 
 def _summary(prefix: str, values: "Tensor") -> dict[str, float]:

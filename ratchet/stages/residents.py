@@ -77,7 +77,8 @@ class Residents:
     @property
     def device(self) -> str:
         """ "cuda" while an engine holds a GPU, else "cpu"."""
-        if not self.trainers and self._sampler is None and not self._scorers:
+        is_grading = self._grader is not None and "model" in self.config.reward_weights
+        if not self.trainers and self._sampler is None and not self._scorers and not is_grading:
             return "cpu"
         return self.torch_device()
 

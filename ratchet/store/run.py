@@ -72,7 +72,9 @@ class Run:
         existing = self.semantic()
         differences = _differences(existing, json.loads(canonical_json(semantic)))
         if differences:
-            lines = "\n".join(f"  {key}: the run has {old}, this submission {new}" for key, old, new in differences)
+            lines = "\n".join(
+                f"  {key}: the run has {_shown(old)}, this submission {_shown(new)}" for key, old, new in differences
+            )
             raise ConfigError(f"run {self.uri} exists with another configuration:\n{lines}\nUse another run id.")
         return False
 
@@ -241,12 +243,17 @@ class Run:
                 del self._manifests[next(iter(self._manifests))]
 
 
+def _shown(value: Any) -> str:
+    """A key that a config leaves out has its default there."""
+    return "its default" if value is None else f"{value}"
+
+
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[tuple[str, Any, Any]]:
     found: list[tuple[str, Any, Any]] = []
     for key in sorted(old.keys() | new.keys()):
         left, right = old.get(key), new.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found += _differences(left, right, f"{path}{key}.")
+        if isinstance(left or right, dict) and isinstance(left or {}, dict) and isinstance(right or {}, dict):
+            found += _differences(left or {}, right or {}, f"{path}{key}.")
         elif left != right:
             found.append((f"{path}{key}", left, right))
     return found

@@ -18,7 +18,7 @@ from tests.promises.results import run_of
 from tests.runs import CONFIGS, attempts, manifests, train_tiny
 
 
-def _fit(model: Path, config: dict[str, Any], run_id: str) -> Any:
+def _fit(model: Path, config: dict[str, Any], run_id: str | None) -> Any:
     flow = RLDataFlow(
         rollout=HFRollout(str(model), n=2, max_tokens=4, dtype="float32"),
         reward=lambda data: [float(sum(item.completion_token_ids) % 5) for item in data],
@@ -53,12 +53,7 @@ def test_row_27_what_is_evaluated_and_what_is_kept(tiny_model: Path, problems: P
     assert _evaluated(_fit(tiny_model, rest(problems, data=data, trainer=seldom), "seldom")) == [1]
 
 
-NOT_REACHED = pytest.mark.xfail(reason="a kept state is not looked for behind one that is gone", strict=True)
-
-
-@pytest.mark.parametrize(
-    ("save_freq", "limit", "kept"), [pytest.param(2, 2, [4, 6, 7], marks=NOT_REACHED), (3, 1, [6, 7])]
-)
+@pytest.mark.parametrize(("save_freq", "limit", "kept"), [(2, 2, [4, 6, 7]), (3, 1, [6, 7])])
 def test_row_27_of_what_is_kept_for_good_only_the_newest_stay(
     save_freq: int, limit: int, kept: list[int], tiny_model: Path, problems: Path, rest: Any
 ) -> None:
@@ -85,14 +80,12 @@ def test_row_27_the_modes_of_resuming(tmp_path: Path, tiny_model: Path, problems
         fit(3, resume_mode="resume_path", resume_from_path=f"{tmp_path}/absent")
 
 
-@pytest.mark.xfail(reason="PPOTrainer.fit does not take the place of the run from the key", strict=True)
 def test_row_27_the_path_alone_says_which_run_goes_on(
     tmp_path: Path, tiny_model: Path, problems: Path, rest: Any
 ) -> None:
     _fit(tiny_model, rest(problems, trainer={"default_local_dir": str(tmp_path)}), "run")
     resume = {"resume_mode": "resume_path", "resume_from_path": f"{tmp_path}/run", "total_training_steps": 2}
-    flow = RLDataFlow(rollout=HFRollout(str(tiny_model), n=2, max_tokens=4, dtype="float32"))
-    assert PPOTrainer(data_flow=flow, config=rest(problems, trainer=resume)).fit().steps == 2
+    assert _fit(tiny_model, rest(problems, trainer=resume), None).steps == 2
 
 
 def _torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:

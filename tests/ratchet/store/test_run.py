@@ -64,8 +64,8 @@ def test_every_difference_of_a_config_is_named_with_both_values(root: str) -> No
     text = str(caught.value)
     for line in (
         "a.b: the run has 1, this submission 5",
-        "gone: the run has True, this submission None",
-        "new: the run has None, this submission x",
+        "gone: the run has True, this submission its default",
+        "new: the run has its default, this submission x",
     ):
         assert line in text
     assert "a.c" not in text
