@@ -160,7 +160,7 @@ def _check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:
     if named not in (run.uri, f"{run.root}/{run.run_id}"):
         raise ConfigError(f"trainer.resume_from_path is {named}, but this is run {run.uri}; name one run")
     if not is_old:
-        raise ConfigError(f"trainer.resume_from_path is {named}, where no run is")
+        raise ConfigError(f"no run at {named}, which trainer.resume_from_path names")
 
 
 def _check_sources(config: RunConfig, reward: Any) -> None:

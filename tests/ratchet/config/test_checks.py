@@ -144,7 +144,9 @@ def test_what_has_an_effect_is_not_warned_of(overrides: list[str]) -> None:
 
 
 def test_every_estimator_but_three_compares_a_group() -> None:
-    alone = {name for name in ADVANTAGES.names() if "group" not in ADVANTAGES.get(name).needs}
+    # Other tests register estimators of their own.
+    ours = [entry for entry in map(ADVANTAGES.get, ADVANTAGES.names()) if isinstance(entry.home, str)]
+    alone = {entry.name for entry in ours if "group" not in entry.needs}
     assert alone == {"gae", "reinforce_plus_plus", "remax"}
 
 
