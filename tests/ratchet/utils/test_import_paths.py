@@ -91,7 +91,7 @@ def test_resume_path_goes_on_with_the_run_at_that_place(
     monkeypatch.setattr("sys.argv", [*longer, f"trainer.resume_from_path={tmp_path}/run", "--run-id", "other"])
     with pytest.raises(SystemExit, match="2"):
         main_ppo.main()
-    assert "expected one of them" in capsys.readouterr().err
+    assert "name one run" in capsys.readouterr().err
 
     monkeypatch.setattr("sys.argv", [*longer, f"trainer.resume_from_path={tmp_path}/run/"])
     with pytest.raises(SystemExit, match="0"):
