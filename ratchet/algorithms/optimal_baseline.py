@@ -44,6 +44,8 @@ def _estimate(batch: AdvantageBatch, options: AdvantageOptions, *, is_compact: b
     required(batch, "the optimal token baseline", "log_probs", "sum_pi_squared")
     shape, dtype, is_verl = batch.token_rewards.shape, output_dtype(batch), options.compat == "verl"
     advantages, returns = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    if shape[1] == 0:
+        return advantages, returns
     for group_rows in equal_groups(batch.group_index, max_rows=max(1, BLOCK // max(1, shape[1]))):
         size, rows = group_rows.shape[1], _as_slice(group_rows.reshape(-1))
         mask = batch.mask[rows]
@@ -110,9 +112,8 @@ def _verl_baseline(to_go: Tensor, energy: Tensor, mask: Tensor, size: int) -> Te
 def _quotient(weighted: Tensor, energy: Tensor, size: int) -> Tensor:
     """B [groups, T] from `G W` and `W` [b, T], which are 0 where a row has no token."""
     length = energy.shape[1]
-    groups = (len(energy) // size, size, length)
-    total = energy.view(groups).sum(1).add_(_EPSILON)
-    return weighted.view(groups).sum(1).div_(total)
+    total = energy.view(-1, size, length).sum(1).add_(_EPSILON)
+    return weighted.view(-1, size, length).sum(1).div_(total)
 
 
 def _as_slice(rows: Tensor) -> slice | Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.data import schemas
 from ratchet.engines.sampler import Completion
-from ratchet.errors import ConfigError, NotCommittedError
+from ratchet.errors import ConfigError, DataError, NotCommittedError
 from ratchet.grains import entry, loop
 from ratchet.stages.base import Input
 from tests.runs import EMPTY, RIGHT, WRONG, one_step_config, prepared, table_rows
@@ -69,3 +69,70 @@ def test_a_pipeline_without_a_critic_refuses_a_config_that_needs_one(tmp_path: P
     with pytest.raises(ConfigError, match="use the pipeline ratchet-ppo-stages"):
         entry.preflight(str(tmp_path), "run", "job", text, ["trainer.grain=stage"], has_critic=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("estimator", ["optimal_token_baseline", "tir_optimal_token_baseline", "gae", "grpo"])
+def test_a_step_of_empty_completions_trains_nothing(
+    estimator: str, tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    config = one_step_config(tiny_model, problems, **{"algorithm.adv_estimator": estimator, N: 2})
+    with prepared(tmp_path, config, EMPTY) as session:
+        loop.run_step(session, 1)
+        assert session.store_run.require("policy_update", 1).provenance.metrics["actor/skipped_mini_batches"] == 1.0
+
+
+ESTIMATOR = """
+from ratchet import register_advantage
+
+
+@register_advantage("{name}")
+def {name}(batch, options):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("raises", "return {}['absent']", "advantages of step 1, by .*raises: KeyError: 'absent'"),
+        ("leaves", "raise SystemExit(0)", "advantages of step 1, by .*leaves: SystemExit"),
+        (
+            "nothing",
+            "return None",
+            "expected a tuple of two tensors, advantages and returns, from the estimator, got None",
+        ),
+        ("short", "return batch.values, batch.rewards", "expected a tuple of two tensors"),
+    ],
+)
+def test_an_estimator_of_a_users_that_misbehaves_is_named(
+    name: str, body: str, message: str, tmp_path: Path, tiny_model: Path, problems: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(ESTIMATOR.format(name=name, body=body))
+    options = {"code": [str(tmp_path / "mine.py")], "algorithm.adv_estimator": name}
+    with (
+        prepared(tmp_path, one_step_config(tiny_model, problems, **options), RIGHT, WRONG) as session,
+        pytest.raises(DataError, match=message),
+    ):
+        loop.run_step(session, 1)
+    assert session.store_run.manifest("advantage", 1) is None
+
+
+def test_an_estimator_may_write_to_what_it_is_given(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    body = "shape = batch.token_rewards.clone(); batch.mask.zero_(); batch.token_rewards.zero_(); return shape, shape"
+    (tmp_path / "mine.py").write_text(ESTIMATOR.format(name="writes", body=body))
+    options = {"code": [str(tmp_path / "mine.py")], "algorithm.adv_estimator": "writes"}
+    with prepared(tmp_path, one_step_config(tiny_model, problems, **options), RIGHT, WRONG) as session:
+        loop.run_step(session, 1)
+        rows = table_rows(session.store_run, "advantage", "trajectories", schemas.TRAJECTORIES)
+    assert [row["advantages"] for row in rows] == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert [row["token_rewards"] for row in rows] == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+def test_a_reward_that_ends_the_program_is_an_error(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str):\n    raise SystemExit(0)\n")
+    options = {"custom_reward_function.path": str(tmp_path / "mine.py")}
+    with (
+        prepared(tmp_path, one_step_config(tiny_model, problems, **options), RIGHT) as session,
+        pytest.raises(DataError, match="raised SystemExit"),
+    ):
+        loop.run_step(session, 1)
