@@ -99,7 +99,7 @@ def {name}(batch, options):
         (
             "nothing",
             "return None",
-            "expected a tuple of two tensors, advantages and returns, from the estimator, got None",
+            "expected a tuple of two tensors, .* got None",
         ),
         ("short", "return batch.values, batch.rewards", "expected a tuple of two tensors"),
     ],
