@@ -17,15 +17,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "algorithm", "more"),
+    ("pipeline", "steps", "algorithm", "more"),
     [
-        ("grpo", {"adv_estimator": "grpo"}, {"reference_scores"}),
-        ("ppo", {"adv_estimator": "gae", "lam": 0.9}, {"reference_scores", "values", "critic_update"}),
+        ("grpo", 2, {"adv_estimator": "grpo"}, {"reference_scores"}),
+        ("ppo", 1, {"adv_estimator": "gae", "lam": 0.9}, {"reference_scores", "values", "critic_update"}),
     ],
     ids=["grpo", "ppo"],
 )
 def test_a_process_for_each_stage_commits_what_one_process_commits(
-    pipeline: str, algorithm: dict[str, object], more: set[str], s3_root: str, tiny_model: Path, tmp_path: Path
+    pipeline: str,
+    steps: int,
+    algorithm: dict[str, object],
+    more: set[str],
+    s3_root: str,
+    tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny.yaml").read_text())
     config["data"] |= {
@@ -42,7 +48,7 @@ def test_a_process_for_each_stage_commits_what_one_process_commits(
     program = [sys.executable, "-W", "ignore", "-m", "pipelines.local", str(golden)]
     with log.open("wb") as sink:
         finished = subprocess.run(
-            [*program, f"root={s3_root}", "run_id=pods", f"config={text}", "total_steps=2"],
+            [*program, f"root={s3_root}", "run_id=pods", f"config={text}", f"total_steps={steps}"],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "RATCHET_KFP_ROOT": str(tmp_path / "kfp")},
             stdout=sink,
@@ -51,11 +57,11 @@ def test_a_process_for_each_stage_commits_what_one_process_commits(
         )
     assert finished.returncode == 0, log.read_text()[-3000:]
 
-    overrides = ["trainer.total_training_steps=2", "trainer.grain=segment"]
+    overrides = [f"trainer.total_training_steps={steps}", "trainer.grain=segment"]
     other = train_in_a_process(s3_root, "process", text, overrides, tmp_path)
     pods = Run(s3_root, "pods")
-    for step in range(3):
+    for step in range(steps + 1):
         expected = {item.content.stage: item.content_digest for item in other.step_manifests(step)}
         assert {item.content.stage: item.content_digest for item in pods.step_manifests(step)} == expected
     always = {"rollout", "reward", "advantage", "policy_update", "evaluate", "checkpoint_export"}
-    assert always | more == {item.content.stage for item in pods.step_manifests(1) + pods.step_manifests(2)}
+    assert always | more == {item.content.stage for step in range(1, steps + 1) for item in pods.step_manifests(step)}
