@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from demo.servers import seaweedfs
-from ratchet.config import RunConfig, parse_config
+from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.grains.session import open_session, submit
@@ -50,6 +50,8 @@ class Idle(Stage):
 def stage_seconds(root: str, run_id: str, loggers: list[str]) -> list[float]:
     """Return the seconds of each idle stage after the first."""
     config = parse_config({"trainer": {"logger": loggers}})
+    # A run that exists is asked for neither model nor prompts.
+    Run(root, run_id).create_or_check(semantic(config))
     run = submit(root, run_id, config)
     seconds = []
     with open_session(run, config) as session:
