@@ -31,19 +31,7 @@ def uncached(task: dsl.PipelineTask) -> dsl.PipelineTask:
 
 def train_in_segments(root: Any, run_id: Any, config: Any, total_steps: Any, steps_per_segment: Any) -> None:
     """Add the tasks of a run whose pods each train a segment of steps."""
-    claimed = uncached(
-        preflight(
-            root=root,
-            run_id=run_id,
-            submission_id=JOB,
-            config=config,
-            total_steps=total_steps,
-            steps_per_segment=steps_per_segment,
-            grain="segment",
-            has_critic=True,
-        )
-    )
-    prepared = uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)
+    prepared = _prepare(root, run_id, config, total_steps, steps_per_segment, grain="segment", has_critic=True)
     segments = uncached(plan(root=root, run_id=run_id, submission_id=JOB)).after(prepared)
     with dsl.ParallelFor(segments.output, parallelism=1, name="segments") as start:
         trained = uncached(segment(root=root, run_id=run_id, submission_id=JOB, start=start))
@@ -57,19 +45,7 @@ def train_in_stages(
 
     `one_step` is the pipeline of a step; without a critic in it, preflight refuses a config that needs one.
     """
-    claimed = uncached(
-        preflight(
-            root=root,
-            run_id=run_id,
-            submission_id=JOB,
-            config=config,
-            total_steps=total_steps,
-            steps_per_segment=1,
-            grain="stage",
-            has_critic=has_critic,
-        )
-    )
-    prepared = uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)
+    prepared = _prepare(root, run_id, config, total_steps, 1, grain="stage", has_critic=has_critic)
     base = uncached(evaluate(root=root, run_id=run_id, submission_id=JOB, version="base")).after(prepared)
     base.set_display_name("evaluate base")
     # The base is evaluated before anything is trained: a run's last task must be the one that ends it.
@@ -86,6 +62,24 @@ def sample_and_weigh(root: Any, run_id: Any, submission_id: Any, step: Any) -> d
     scored = uncached(scores(root=root, run_id=run_id, submission_id=submission_id, step=step)).after(sampled)
     weighed = uncached(advantage(root=root, run_id=run_id, submission_id=submission_id, step=step))
     return weighed.after(graded, scored)
+
+
+def _prepare(
+    root: Any, run_id: Any, config: Any, total_steps: Any, steps_per_segment: Any, *, grain: str, has_critic: bool
+) -> dsl.PipelineTask:
+    claimed = uncached(
+        preflight(
+            root=root,
+            run_id=run_id,
+            submission_id=JOB,
+            config=config,
+            total_steps=total_steps,
+            steps_per_segment=steps_per_segment,
+            grain=grain,
+            has_critic=has_critic,
+        )
+    )
+    return uncached(preprocess(root=root, run_id=run_id, submission_id=JOB)).after(claimed)
 
 
 def _finish(root: Any, run_id: Any, trained: dsl.PipelineTask) -> None:

@@ -48,9 +48,7 @@ def ragged(values: "Tensor", mask: "Tensor") -> pa.Array:
 
 
 def _offsets(column: pa.ChunkedArray) -> tuple[pa.Array, np.ndarray]:
-    lists = pa.chunked_array(column).combine_chunks() if isinstance(column, pa.Array) else column.combine_chunks()
-    if isinstance(lists, pa.ChunkedArray):
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], column.type)
+    lists = column.combine_chunks()
     if lists.null_count:
         raise DataError(f"{lists.null_count} of {len(lists)} rows are null where a list is needed")
     offsets = lists.offsets.to_numpy()

@@ -4,6 +4,7 @@ Later stages read weights, config and tokenizer from the run alone, wherever the
 """
 
 import shutil
+from abc import abstractmethod
 from pathlib import Path
 
 from ratchet.config import RunConfig
@@ -39,9 +40,9 @@ class CopiedModel(Stage):
             artifact = write_folder(context.store, f"{context.folder}/{self.role}", copy)
         return Result(outputs={self.role: artifact}, policy_version=0)
 
+    @abstractmethod
     def path(self, config: RunConfig) -> str:
         """Return the model's place; ConfigError where none is set."""
-        raise NotImplementedError
 
     def check(self, folder: Path) -> None:
         """Raise where the model cannot be used for its role."""

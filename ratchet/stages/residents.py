@@ -56,7 +56,8 @@ class Residents:
         self._scorers: dict[str, Scorer | ValueScorer] = {}
         self._grader: Grader | None = None
         self._held: dict[str, str] = {}
-        self._fresh: dict[str, dict[str, torch.Tensor]] = {}
+        self._fresh: dict[str, tuple[str, dict[str, torch.Tensor]]] = {}
+        """Role -> digest and weights of what was published last."""
         self._folder: Path | None = None
         self._tokenizer: Any = None
 
@@ -159,16 +160,13 @@ class Residents:
 
     def publish(self, role: str, digest: str, weights: "dict[str, torch.Tensor]") -> None:
         """Keep the weights just published under `digest`, so that engines need not read them back."""
-        stale = self._held.get(f"fresh {role}")
-        if stale is not None:
-            self._fresh.pop(stale, None)
-        self._held[f"fresh {role}"] = digest
-        self._fresh[digest] = weights
+        self._fresh[role] = (digest, weights)
 
     def weights(self, model: Input) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the weights of a policy or critic under their names, from memory where they are there."""
-        if model.digest in self._fresh:
-            yield from self._fresh[model.digest].items()
+        digest, weights = self._fresh.get(model.role, (None, {}))
+        if digest == model.digest:
+            yield from weights.items()
             return
         from safetensors import safe_open
 

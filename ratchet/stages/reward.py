@@ -65,26 +65,30 @@ class Reward(Stage):
 
     def compute(self, context: Context) -> Result:
         store, inputs = context.run.store, context.inputs
-        samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
         if "graded" in inputs:
             # Sampling in rounds had to grade what it sampled.
             table, per_token = read_table(store, inputs["graded"].artifact, schemas.REWARDS), None
             if "graded_tokens" in inputs:
                 per_token = read_table(store, inputs["graded_tokens"].artifact, schemas.TOKEN_REWARDS)
         else:
-            table, per_token = grade_samples(context, samples)
+            samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
+            table, per_token = grade_samples(context, _prompts(context), samples)
         outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
         if per_token is not None:
             outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", per_token)
         if "greedy_rollouts" in inputs:
-            greedy, _ = grade_samples(context, read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS))
+            greedy_samples = read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS)
+            greedy, _ = grade_samples(context, _prompts(context), greedy_samples)
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
         return Result(outputs=outputs, metrics=_metrics(table))
 
 
-def grade_samples(context: Context, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
+def _prompts(context: Context) -> pa.Table:
+    return read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
+
+
+def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
     """Grade a table of rollouts: the table of their rewards, and of token rewards where the reward gives them."""
-    prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
     rows = samples.to_pylist()
     by_id = prompts_by_id(prompts, [row["prompt_id"] for row in rows])
     graded = grade_rows(

@@ -59,7 +59,7 @@ def sample_in_rounds(
     num_kept = num_sampled = rounds = 0
     while positions and num_kept < wanted and rounds < (options.max_num_gen_batches or rounds + 1):
         rollouts = sample(context, prompts, positions)
-        current = Round(rollouts, *grade_samples(context, rollouts))
+        current = Round(rollouts, *grade_samples(context, prompts, rollouts))
         first = first or current
         groups = _informative(context, current.rewards)[: wanted - num_kept]
         kept.append(current.of(groups))

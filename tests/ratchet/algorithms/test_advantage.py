@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +15,7 @@ from ratchet.algorithms import advantage
 from ratchet.algorithms.advantage import group_statistics
 from ratchet.algorithms.batch import AdvantageBatch, AdvantageOptions
 from ratchet.algorithms.catalog import ADVANTAGES
+from tests.pages import code_blocks, run_blocks
 
 RELATIVE = ["grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "grpo_passk", "opo", "gpg"]
 ALL = [*RELATIVE, "gdpo", "reinforce_plus_plus_baseline"]
@@ -299,9 +299,7 @@ def test_verls_arithmetic_is_ours_where_no_accident_happens(rows: Rows) -> None:
 
 
 def test_the_estimator_of_the_documentation_runs() -> None:
-    text = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
-    code = text.split("```python\n")[1].split("```")[0]
-    exec(compile(code, "docs/algorithms.md", "exec"), {})
+    run_blocks("docs/algorithms.md", code_blocks("docs/algorithms.md"))
     batch = make_batch([1.0, 2.0, -3.0], [5, 5, 9], [2, 1, 2])
     advantages, _ = ADVANTAGES.get("best_of_group").function()(batch, AdvantageOptions())
     assert advantages.tolist() == [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]

@@ -1,6 +1,5 @@
 """Rewards of the user's own: what may be called, what may be returned, and how faults are told."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ratchet.rewards.custom import CustomReward
 from ratchet.rewards.data_proto import DataProto, GradeRow
 from ratchet.rewards.registry import rule_for
 from ratchet.rewards.results import RewardResult
+from tests.pages import code_blocks, run_blocks
 
 ROOT = Path(__file__).parents[3]
 ROWS = [
@@ -192,13 +192,10 @@ def test_the_example_of_the_docs_grades() -> None:
 def test_the_page_on_rewards_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = code_blocks("docs/rewards.md")
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "page", "frame": [{"question": "6 * 7?", "answer": "#### 42"}]}
-    for block in blocks:
-        exec(compile(block, "docs/rewards.md", "exec"), names)
+    run_blocks("docs/rewards.md", blocks, {"frame": [{"question": "6 * 7?", "answer": "#### 42"}]})
     assert capsys.readouterr().out == "[1.5]\n"
     assert (tmp_path / "data" / "train.parquet").is_file()
     assert rule_for("my-org/capitals").function("Paris.", "Paris") == 1.0
