@@ -17,7 +17,15 @@ from ratchet.config.text import read_mapping, read_value
 from ratchet.config.verl_keys import VALUES
 from ratchet.errors import ConfigError
 
-__all__ = ["copy_tree", "known_keys", "load_config", "parse_config", "parse_text", "section_of"]
+__all__ = [
+    "copy_tree",
+    "known_keys",
+    "load_config",
+    "parse_config",
+    "parse_text",
+    "read_config_text",
+    "section_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +54,12 @@ def parse_config(
     *,
     source: str = "the config",
     folder: Path | None = None,
+    is_quiet: bool = False,
 ) -> RunConfig:
     """Check a nested mapping plus overrides; every fault is named in one ConfigError.
 
-    Python files are looked for in the working directory, then in `folder`.
+    Python files are looked for in the working directory, then in `folder`. `is_quiet` logs no warning, for what has
+    been read before.
     """
     reading = Reading()
     reading.read(leaves(tree))
@@ -65,6 +75,8 @@ def parse_config(
     if faults or config is None:
         listed = "\n".join(f"  {fault}" for fault in faults)
         raise ConfigError(f"{source} does not make a run:\n{listed}")
+    if is_quiet:
+        return config
     if reading.ignored:
         listed = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in reading.ignored.items())
         logger.warning("%s: keys of verl that change nothing here: %s", source, listed)
@@ -76,6 +88,18 @@ def parse_config(
 def parse_text(text: str, overrides: Sequence[str] = (), *, source: str = "the config") -> RunConfig:
     """Check YAML text plus overrides."""
     return parse_config(read_mapping(text, source), overrides, source=source)
+
+
+def read_config_text(source: str, overrides: Sequence[str] = (), *, name: str = "the config") -> RunConfig:
+    """Check what a config is given as: YAML text, which messages call `name`, or the path of a YAML file; "" is empty.
+
+    Text is what begins with a brace, has several lines, or has a colon where YAML has one: before a space or at the
+    end. Everybody who is given a config asks here, so that the same value is the same thing everywhere.
+    """
+    stripped = source.strip()
+    if "\n" in source or ": " in stripped or stripped.startswith("{") or stripped.endswith(":"):
+        return parse_text(source, overrides, source=name)
+    return load_config(source or None, overrides)
 
 
 def _overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:

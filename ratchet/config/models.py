@@ -22,7 +22,7 @@ class ModelConfig(Section):
     """Where a model comes from."""
 
     path: str = ""
-    """Hub id or local folder; weights, tokenizer and chat template come from here."""
+    """Hub id, local folder or s3:// folder, such as a run's export; weights, tokenizer and template come from here."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

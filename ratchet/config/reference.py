@@ -157,7 +157,7 @@ def _type_name(annotation: Any) -> str:
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "file"
+        return annotation.__name__.removesuffix("Config").removesuffix("File").lower() or "file"
     return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(annotation, "")
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from ratchet.algorithms.catalog import ADVANTAGES
 from ratchet.config.algorithm import AlgorithmConfig
 from ratchet.config.checks import combination_faults
+from ratchet.config.cluster import DeviceMapConfig, PromotionConfig
 from ratchet.config.models import ActorRolloutRefConfig, CriticConfig
 from ratchet.config.rewards import CustomRewardConfig, RewardModelConfig
 from ratchet.config.section import Count, Loggers, Positive, Section
@@ -113,6 +114,8 @@ class RunConfig(Section):
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    device_map: DeviceMapConfig = DeviceMapConfig()
+    promotion: PromotionConfig = PromotionConfig()
     code: Annotated[tuple[CodeFile, ...], BeforeValidator(lambda value: _as_files(value))] = ()
     """Python files that are imported before names are looked up; a path alone is enough."""
 

@@ -61,6 +61,8 @@ OPERATIONAL = frozenset(
         "trainer.device",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
+        # Where pods run, and what lets the result through.
+        *(key for key in key_fields() if key.startswith(("device_map.", "promotion."))),
     }
 )
 """Keys that say how and where, not what."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config import RunConfig, load_config, parse_config, parse_text
+from ratchet.config import RunConfig, load_config, parse_config, parse_text, read_config_text
 from ratchet.config.load import known_keys
 from ratchet.errors import ConfigError
 from ratchet.tracking.trackers import TRACKERS
@@ -249,3 +249,30 @@ def test_a_config_is_read_without_torch() -> None:
         [sys.executable, "-c", program], cwd=CONFIGS[0].parents[1], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"trainer":{"seed":5}}',
+        "  {trainer: {seed: 5}}",
+        "trainer:\n  seed: 5\n",
+        "trainer: {seed: 5}",
+        '{"trainer":{"seed":5,"default_local_dir":"s3://b/runs"}}',
+    ],
+)
+def test_a_config_may_be_given_as_its_text(text: str) -> None:
+    assert read_config_text(text).trainer.seed == 5
+    assert read_config_text(text, ["trainer.seed=6"]).trainer.seed == 6
+
+
+def test_a_config_that_is_no_text_is_a_files_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a:b.yaml").write_text("trainer: {seed: 5}")
+    assert read_config_text("a:b.yaml").trainer.seed == 5
+    assert read_config_text("").trainer.seed == RunConfig().trainer.seed
+    assert read_config_text("trainer:") == read_config_text("")
+    with pytest.raises(ConfigError, match=r"cannot read the config file gone\.yaml: No such file"):
+        read_config_text("gone.yaml")
+    with pytest.raises(ConfigError, match=r"the parameter does not make a run:\n  trainer\.sed: no such key"):
+        read_config_text('{"trainer":{"sed":5}}', name="the parameter")
