@@ -5,7 +5,10 @@
     |- DataError (ValueError)            a row, file or column that cannot be used
     |- NumericsError (ArithmeticError)   a non-finite reward, loss, gradient or weight
     |- EngineError (RuntimeError)        a model that cannot be loaded, sampled or trained
+    |- ClusterError (RuntimeError)       the cluster's API cannot be used or refuses
+    |  `- NotAllowedError                this account may not read that there
     `- StoreError (OSError)              object storage that cannot be read or written
+       |- StoreUnavailableError          it may answer when it is asked again
        |- NotCommittedError              an artifact that no manifest names yet
        |- CommitConflictError            a manifest that exists with other content
        `- OwnershipLostError             another runner has claimed the run
@@ -34,8 +37,20 @@ class EngineError(RatchetError, RuntimeError):
     """A model that cannot be loaded, sampled or trained."""
 
 
+class ClusterError(RatchetError, RuntimeError):
+    """The cluster's API cannot be used or refuses."""
+
+
+class NotAllowedError(ClusterError):
+    """The cluster's API forbids this account a request; the message says which RBAC rule would allow it."""
+
+
 class StoreError(RatchetError, OSError):
     """Object storage that cannot be read or written."""
+
+
+class StoreUnavailableError(StoreError):
+    """Object storage did not answer, or said that it cannot answer now."""
 
 
 class NotCommittedError(StoreError):

@@ -6,6 +6,12 @@ owner/0001.json                             who may commit, create-only
 data/<split>/manifest.json                  prompts
 step-000012/<stage>/manifest.json           the commit point of a stage
 step-000012/<stage>/<attempt>/...           what that attempt wrote
+status/<submission>/<task>.json             what a pod last said of itself: no part of the chain, replaced freely
+
+Beside the runs, relative to the root:
+
+champions/<name>/0001.json                  decisions on what serves under a name, create-only
+prepared/<key>.json                         where prompts were prepared before, create-only
 """
 
 import re
@@ -14,19 +20,54 @@ from ratchet.errors import ConfigError
 
 RUN = "run.json"
 PROMPT_SPLITS = ("train", "val")
+CHAMPIONS = "champions"
+PREPARED = "prepared"
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OWNER = re.compile(r"owner/(\d{4,})\.json")
+_CHAMPION = re.compile(r"(\d{4,})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
 def check_run_id(run_id: str) -> str:
     """Return `run_id` if it can be a folder's name everywhere; ConfigError otherwise."""
+    if run_id in (CHAMPIONS, PREPARED):
+        raise ConfigError(f"run id {run_id!r}: this folder of the root holds something else; take another name")
     if _RUN_ID.fullmatch(run_id):
         return run_id
     raise ConfigError(
         f"run id {run_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or a digit"
     )
+
+
+def check_champion_name(name: str) -> str:
+    """Return `name` if decisions can be kept under it; ConfigError otherwise."""
+    if _RUN_ID.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"champion {name!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or a digit"
+    )
+
+
+def champion(name: str, number: int) -> str:
+    """Key, relative to the root, of the decision `number` (from 1) on what serves under `name`."""
+    return f"{CHAMPIONS}/{name}/{number:04d}.json"
+
+
+def parse_champion(key: str) -> int | None:
+    """Return the number of a decision's file name, or None if it is another object."""
+    match = _CHAMPION.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def prepared(key: str) -> str:
+    """Key, relative to the root, of what says where the prompts of this digest lie."""
+    return f"{PREPARED}/{key}.json"
+
+
+def status(submission_id: str, task: str, step: int | None) -> str:
+    """Key of what a task of a submission last said of itself."""
+    return f"status/{submission_id}/{task}{'' if step is None else f'-{step:06d}'}.json"
 
 
 def submission(epoch: int) -> str:

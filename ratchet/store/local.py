@@ -117,10 +117,10 @@ class LocalStore(ObjectStore):
                 if name.startswith(TEMPORARY) or not path.is_file():
                     continue
                 try:
-                    size = path.stat().st_size
+                    status = path.stat()
                 except FileNotFoundError:  # deleted meanwhile
                     continue
-                yield ObjectInfo(path.relative_to(self.root).as_posix(), size)
+                yield ObjectInfo(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime)
 
     @contextmanager
     def _temporary(self, key: str) -> Iterator[Path]:

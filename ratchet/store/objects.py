@@ -7,7 +7,7 @@ it, disks and servers that keep a tree do not.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -31,6 +31,8 @@ class ObjectInfo:
     key: str
     size: int
     """Bytes."""
+    modified: float = field(default=0.0, compare=False)
+    """Unix seconds of the last write, by the storage's clock: to notice a change, never an identity."""
 
 
 class ObjectStore(Protocol):

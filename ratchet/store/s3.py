@@ -20,10 +20,17 @@ import boto3
 from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    HTTPClientError,
+    NoCredentialsError,
+)
+from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 
-from ratchet.errors import ConfigError, StoreError
+from ratchet.errors import ConfigError, StoreError, StoreUnavailableError
 from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, ObjectStore, check_key, check_range, folder_prefix
 
 _PART_BYTES = 16 * 1024 * 1024
@@ -126,7 +133,10 @@ class S3Store(ObjectStore):
         with self._errors("list", folder):
             items = [item for page in self._pages(folder) for item in page.get("Contents", [])]
         # Servers that keep a tree sort folder by folder ("a/b" before "a-b"). A key that ends in "/" marks a folder.
-        found = [ObjectInfo(item["Key"].removeprefix(self.prefix), item["Size"]) for item in items]
+        found = [
+            ObjectInfo(item["Key"].removeprefix(self.prefix), item["Size"], item["LastModified"].timestamp())
+            for item in items
+        ]
         yield from sorted(
             (info for info in found if not info.key.endswith("/") and info.key), key=lambda info: info.key
         )
@@ -205,8 +215,11 @@ class S3Store(ObjectStore):
                 if not code or code.isdigit():  # S3's own have names
                     code = code or str(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
                     hint += "; is AWS_ENDPOINT_URL an S3 server?"
-                raise StoreError(f"cannot {verb} {place}: {code}: {hint}") from error
-            raise StoreError(f"cannot {verb} {place}: {error}{_advice(error)}") from error
+                kind = StoreUnavailableError if _is_passing(answer) else StoreError
+                raise kind(f"cannot {verb} {place}: {code}: {hint}") from error
+            is_passing = any(isinstance(one, (HTTPClientError, BotoConnectionError)) for one in (error, inner))
+            kind = StoreUnavailableError if is_passing else StoreError
+            raise kind(f"cannot {verb} {place}: {error}{_advice(error)}") from error
         except ResponseParserError as error:
             raise StoreError(f"cannot {verb} {place}: is AWS_ENDPOINT_URL an S3 server?") from error
         except OSError as error:
@@ -229,6 +242,11 @@ def _code(error: ClientError) -> str:
 def _is_missing(error: ClientError) -> bool:
     # A bare 404 to anything but HEAD comes from something that is not S3.
     return _code(error) == "NoSuchKey" or (_code(error) in ("404", "NotFound") and error.operation_name == "HeadObject")
+
+
+def _is_passing(error: ClientError) -> bool:
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return status in (429, 500, 502, 503, 504) or _code(error) in ("SlowDown", "RequestTimeout", "InternalError")
 
 
 def _advice(error: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from boto3.s3.transfer import TransferConfig
 
-from ratchet.errors import StoreError
+from ratchet.errors import StoreError, StoreUnavailableError
 from ratchet.store import ObjectNotFoundError, open_store
 from ratchet.store import s3 as s3_module
 from ratchet.store.s3 import S3Store
@@ -272,3 +272,40 @@ def test_a_conflict_without_an_object_is_no_lost_race(s3_root: str) -> None:
     store._client.times = 100
     with pytest.raises(StoreError, match="shows no object there"):
         store.put_create("y", b"1")
+
+
+def test_only_a_server_that_does_not_answer_is_worth_asking_again(
+    s3_server: Any, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    store = open_store(s3_root)
+    with pytest.raises(ObjectNotFoundError) as missing:
+        store.get("nothing")
+    assert not isinstance(missing.value, StoreUnavailableError)
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    (tmp_path / "file").write_bytes(b"x")
+    down = open_store(s3_root)
+    calls = [
+        lambda: down.get("a"),
+        lambda: down.put("a", b""),
+        lambda: down.put_create("a", b""),
+        lambda: down.size("a"),
+        lambda: list(down.list_objects("")),
+        lambda: down.upload_file(tmp_path / "file", "a"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailableError):
+            call()
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid:1")
+    with pytest.raises(StoreUnavailableError):
+        open_store(s3_root).get("a")
+    for status, kind in ((503, StoreUnavailableError), (403, StoreError)):
+        with web_server(status, b"") as address:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+            with pytest.raises(StoreError) as refused:
+                open_store(s3_root).get("a")
+            assert type(refused.value) is kind

@@ -1,0 +1,58 @@
+"""What the task of a pod last said of itself, for whoever asks why a run stands still.
+
+Trap: a status is no part of the chain. It is replaced freely, may be missing or old, and decides nothing.
+"""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ratchet.store import layout
+from ratchet.store.objects import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+State = Literal["running", "succeeded", "failed", "terminated"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskStatus:
+    """One task of one submission.
+
+    Example: TaskStatus(submission_id="6f0c..", task="segment", step=51, state="failed", host="ratchet-grpo-x-93", ...).
+    """
+
+    submission_id: str
+    """The pipeline run."""
+    task: str
+    """The component."""
+    step: int | None
+    """Its RL step, or the first one of its segment; None for tasks without one."""
+    state: State
+    host: str
+    """The pod."""
+    started: float
+    """Unix seconds."""
+    updated: float
+    """Unix seconds; when this was written."""
+    attempt: int = 1
+    """How often the task has begun its work in this process."""
+    exit_code: int | None = None
+    """Of the process, once it has ended (`ratchet.grains.exits`)."""
+    error: str = ""
+    """The exception's class."""
+    message: str = ""
+    advice: str = ""
+    """What to do next."""
+    note: str = ""
+    """What a task that succeeded has to say, such as why there was nothing to do."""
+
+
+def write_status(store: ObjectStore, status: TaskStatus) -> None:
+    """Replace the task's status in the run's store; what cannot be written is logged and otherwise ignored."""
+    key = layout.status(status.submission_id, status.task, status.step)
+    try:
+        store.put(key, json.dumps(asdict(status), sort_keys=True).encode())
+    except OSError as error:
+        logger.warning("the status of %s cannot be written: %s", status.task, error)
