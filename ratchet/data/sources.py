@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from ratchet.data import word_problems
 from ratchet.data.frames import csv_records
@@ -22,12 +22,13 @@ from ratchet.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PromptRow", "load_rows", "preprocess", "split_of_file", "write_verl_parquet"]
+__all__ = ["PromptRow", "load_rows", "preprocess", "resolved_source", "split_of_file", "write_verl_parquet"]
 
 WORD_PROBLEMS = "ratchet/word-problems"
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _DATASET_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_CONFIGS = {GSM8K: "main", "gsm8k": "main"}
+_HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 _SPLITS = ("train", "test")
 _INSTRUCTIONS = {"steps": INSTRUCTION, "short": SHORT_INSTRUCTION}
 
@@ -54,7 +55,7 @@ def load_rows(
         "prompt_key": prompt_key,
         "needs_ground_truth": needs_ground_truth,
     }
-    if spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists():
+    if _is_generated(spec):
         rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
     elif spec.startswith("s3://") or Path(spec).exists():
         rows = [row for name, body in _files(spec, split) for row in _rows_of_file(name, body, **options)]
@@ -67,6 +68,30 @@ def load_rows(
         raise DataError(f"{spec}: expected at least one row, got none")
     _count_duplicates(rows, spec)
     return rows
+
+
+def resolved_source(spec: str, *, split: str) -> str:
+    """Where a source that can be read really lies, for people and records.
+
+    An absolute path without links, an s3:// place, a generator with all its parameters, or a data set of the hub with
+    the revision that was read: "openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee".
+    """
+    spec = _location(spec)
+    if spec.startswith("s3://"):
+        return spec.rstrip("/")
+    if _is_generated(spec):
+        numbers, style = _generator(spec)
+        return f"{WORD_PROBLEMS}?{urlencode({**numbers, 'instruction': style})}"
+    if Path(spec).exists() or not _is_dataset_id(spec):
+        return str(Path(spec).resolve())
+    # The revision is a part of the places that the files were downloaded from, which the cache keeps, too.
+    urls: Any = getattr(getattr(_hub_table(spec, split), "info", None), "download_checksums", None)
+    revisions = {match[1] for url in urls or () if (match := _HUB_REVISION.search(str(url))) is not None}
+    return f"{spec}@{revisions.pop()}" if len(revisions) == 1 else spec
+
+
+def _is_generated(spec: str) -> bool:
+    return spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists()
 
 
 def _location(spec: str) -> str:
@@ -123,15 +148,18 @@ def _is_dataset_id(spec: str) -> bool:
 
 
 def _hub_records(dataset_id: str, split: str) -> Iterator[dict[str, Any]]:
+    yield from (dict(record) for record in _hub_table(dataset_id, split))
+
+
+def _hub_table(dataset_id: str, split: str) -> Any:
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise DataError(f"{dataset_id}: data sets of the hub need the package `datasets`") from error
     try:
-        table = datasets.load_dataset(dataset_id, _HUB_CONFIGS.get(dataset_id), split=split)
+        return datasets.load_dataset(dataset_id, _HUB_CONFIGS.get(dataset_id), split=split)
     except (OSError, ValueError) as error:  # unreachable, offline (HF_HUB_OFFLINE), unknown id, unknown split
         _refuse_hub(dataset_id, split, error)
-    yield from (dict(record) for record in table)
 
 
 def _refuse_hub(dataset_id: str, split: str, error: Exception) -> NoReturn:
@@ -141,17 +169,23 @@ def _refuse_hub(dataset_id: str, split: str, error: Exception) -> NoReturn:
     ) from error
 
 
-def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
-    defaults = {"level": 1, "size": 512, "seed": 0}
+def _generator(spec: str) -> tuple[dict[str, int], str]:
+    """The generator's numbers and the style of its instruction; DataError for what is none."""
+    numbers = {"level": 1, "size": 512, "seed": 0}
     given = dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True))
     style = given.pop("instruction", "steps")
     if style not in _INSTRUCTIONS:
         raise DataError(f"{spec}: expected one of {', '.join(_INSTRUCTIONS)} for instruction, got {style}")
     for key, text in given.items():
-        if key not in defaults or not re.fullmatch(r"\d{1,9}", text):
+        if key not in numbers or not re.fullmatch(r"\d{1,9}", text):
             raise DataError(f"{spec}: expected integers for level, size and seed, got {key}={text}")
-        defaults[key] = int(text)
-    problems = word_problems.generate(split=split, **defaults)
+        numbers[key] = int(text)
+    return numbers, style
+
+
+def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
+    numbers, style = _generator(spec)
+    problems = word_problems.generate(split=split, **numbers)
     return [
         gsm8k_row(
             each["question"],

@@ -1,12 +1,12 @@
-"""Model folders in Hugging Face's layout: found, checked and loaded the same way by every engine.
+"""Models and tokenizers from folders in Hugging Face's layout, loaded the same way by every engine.
 
 Trap: transformers fills a weight that the files lack with random numbers and only warns, and a chat template's text
 tokenised a second time gains a second BOS; `load_causal_lm` refuses the first, `chat_prompt_ids` cannot do the second.
 """
 
+import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
@@ -27,14 +25,32 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ratchet.engines.model_folder import check_model_folder, read_json, weight_files
+from ratchet.engines.model_source import resolve_model_folder, resolve_tokenizer_folder
 from ratchet.errors import DataError, EngineError
+
+__all__ = [
+    "WeightLayout",
+    "chat_prompt_ids",
+    "check_model_folder",
+    "check_weights",
+    "context_length",
+    "decode",
+    "end_token_ids",
+    "load_causal_lm",
+    "load_config",
+    "load_pretrained",
+    "load_tokenizer",
+    "resolve_model_folder",
+    "resolve_tokenizer_folder",
+    "tokenizer_digest",
+    "torch_device",
+    "torch_dtype",
+    "weight_files",
+]
 
 logger = logging.getLogger(__name__)
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
-_PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 """Today, as far as chat templates can tell: what Llama's fall back to where they are given no clock."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,77 +68,6 @@ def torch_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_model_folder(path_or_id: str, *, revision: str | None = None) -> Path:
-    """A checked local folder for a path or for a hub id such as "org/name".
-
-    A folder that exists wins over the hub. From the hub only safetensors and tokenizer files are taken. Raises
-    EngineError where there is no such folder, where the hub cannot be reached, or from `check_model_folder`.
-    """
-    folder = Path(path_or_id).expanduser()
-    if folder.exists():
-        return check_model_folder(folder)
-    if not _HUB_ID.fullmatch(path_or_id):
-        raise EngineError(f"model folder {path_or_id!r} does not exist")
-    try:
-        snapshot = snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise EngineError(
-            f"model {path_or_id!r} is neither a local folder nor a hub model that could be downloaded: {error}"
-        ) from error
-    return check_model_folder(Path(snapshot))
-
-
-def check_model_folder(folder: Path) -> Path:
-    """Return `folder` if it holds config.json, safetensors weights and a tokenizer, and no link that leads elsewhere.
-
-    Weights in pickle files are refused: loading them would run code. A snapshot in the hub's cache may link to its own
-    repository's blobs.
-    """
-    if not folder.is_dir():
-        raise EngineError(f"expected a model folder, got {str(folder)!r}, which is no folder")
-    _check_links(folder)
-    if not (folder / "config.json").is_file():
-        raise EngineError(f"model folder {str(folder)!r} has no config.json")
-    if not weight_files(folder):
-        pickled = sorted(path.name for pattern in _PICKLED_WEIGHTS for path in folder.glob(pattern))
-        found = f"only pickled weights ({', '.join(pickled)}), which are not loaded" if pickled else "no weights"
-        raise EngineError(f"model folder {str(folder)!r} has {found}; expected *.safetensors")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise EngineError(f"model folder {str(folder)!r} has no tokenizer; expected tokenizer.json")
-    return folder
-
-
-def _check_links(folder: Path) -> None:
-    allowed = folder.resolve()
-    if allowed.parent.name == "snapshots" and allowed.parent.parent.name.startswith("models--"):
-        allowed = allowed.parent.parent
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(allowed):
-            raise EngineError(f"{str(path)!r} links to {str(path.resolve())!r}, outside the model folder")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model: those of the index where there is one, else all in the folder."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise EngineError(f"{str(index)!r} names {name!r}, which is no file of the model folder")
-    return [folder / name for name in names]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EngineError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise EngineError(f"expected a JSON object in {str(path)!r}, got {type(content).__name__}")
-    return content
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -226,6 +171,27 @@ def chat_prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     return [int(token_id) for token_id in encoded["input_ids"]]
 
 
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Digest of all that `chat_prompt_ids` depends on beside the messages; None for a tokenizer that cannot say.
+
+    It is that of the loaded tokenizer and not of its files: exports write the same tokenizer in other words.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    # What the last call was told stays in the backend; every call says it anew.
+    backend.no_truncation()
+    backend.no_padding()
+    state = {
+        "class": type(tokenizer).__name__,
+        "backend": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+    }
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
 def end_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
     """Every token id that ends a completion: of generation_config.json, of config.json and the tokenizer's EOS.
 
@@ -234,7 +200,7 @@ def end_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        content = _read_json(path) if path.is_file() else {}
+        content = read_json(path) if path.is_file() else {}
         for part in (content, content.get("text_config") or {}):
             ids = part.get("eos_token_id")
             found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])

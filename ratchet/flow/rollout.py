@@ -14,7 +14,7 @@ class Rollout(Part):
 
     name_key: ClassVar[str | None] = f"{_ROLLOUT}.name"
     model: str = sets("actor_rollout_ref.model.path")
-    """Hub id or local folder of the policy: weights, tokenizer and chat template."""
+    """Hub id, local folder or s3:// folder of the policy: weights, tokenizer and chat template."""
     temperature: float = sets(f"{_ROLLOUT}.temperature", default=1.0)
     top_p: float = sets(f"{_ROLLOUT}.top_p", default=1.0)
     top_k: int = sets(f"{_ROLLOUT}.top_k", default=-1)

@@ -66,7 +66,7 @@ class ModelPart:
 
     def __init__(self, path: str, open_model: OpenModel | None) -> None:
         if not path:
-            raise ConfigError("reward_model.path is not set: the reward type model needs a hub id or a local folder")
+            raise ConfigError("reward_model.path is not set: the reward type model needs a hub id or a folder")
         self._path, self._open_model = path, open_model
         self._model: Any = None
 

@@ -36,6 +36,8 @@ class Rule:
     needs_ground_truth: bool = True
     check_ground_truth: Callable[[str], object] | None = None
     """Raises DataError for a ground truth that no completion could match."""
+    reference_answer: Callable[[str], str] | None = None
+    """Writes the completion that a ground truth stands for, which preflight has graded; None where nobody has said."""
 
 
 GSM8K_DATA_SOURCES = ("openai/gsm8k", "ratchet/word-problems")
@@ -53,8 +55,12 @@ def register_reward(
     *,
     needs_ground_truth: bool = True,
     check_ground_truth: Callable[[str], object] | None = None,
+    reference_answer: Callable[[str], str] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorate the function that grades rows of `data_source`; its arguments and result are those of verl's hook.
+
+    `reference_answer` writes the completion that a ground truth stands for: "72" -> "#### 72". Preflight has it graded,
+    and refuses a reward that gives all of them 0.
 
     A name is taken once: ConfigError where another function has it. The same function may come again, as when its file
     is loaded twice.
@@ -64,7 +70,7 @@ def register_reward(
         known = _REGISTERED.get(data_source)
         if data_source in GSM8K_DATA_SOURCES or (known is not None and not _is_same(known.function, function)):
             raise ConfigError(f"the reward of data_source {data_source!r} exists already; choose another name")
-        _REGISTERED[data_source] = Rule(function, needs_ground_truth, check_ground_truth)
+        _REGISTERED[data_source] = Rule(function, needs_ground_truth, check_ground_truth, reference_answer)
         return function
 
     return register
@@ -92,7 +98,8 @@ def rule_for(data_source: str, *, gsm8k_mode: Gsm8kMode = "default") -> Rule:
     """The rule of `data_source`; DataError names the known ones, the most similar first."""
     if data_source in GSM8K_DATA_SOURCES:
         # verl's modes compare texts: whatever the ground truth is, a completion may repeat it.
-        return Rule(gsm8k_reward(gsm8k_mode), True, ground_truth_value if gsm8k_mode == "default" else None)
+        check = ground_truth_value if gsm8k_mode == "default" else None
+        return Rule(gsm8k_reward(gsm8k_mode), True, check, "#### {}".format)
     if data_source in _REGISTERED:
         return _REGISTERED[data_source]
     known = sorted(

@@ -8,14 +8,14 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-import ratchet
 from ratchet.config import RunConfig
 from ratchet.config.semantics import selected
+from ratchet.environment import code_revision
 from ratchet.errors import CommitConflictError, NotCommittedError
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of, finite_metrics
@@ -78,6 +78,8 @@ class Result:
     policy_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trainer_state: Artifact | None = None
+    on_commit: Callable[[], None] | None = None
+    """Called once the manifest is published by this execution; a crash in between leaves it out."""
 
 
 OUTPUT_OF = {"rollout": "rollouts", "reward": "rewards", "advantage": "trajectories", "critic_update": "critic"}
@@ -176,7 +178,7 @@ def run_stage(
     result = stage.compute(context)
     manifest = _manifest(stage, context, result, wanted, attempt, started)
     try:
-        return run.commit(manifest)
+        run.commit(manifest)
     except CommitConflictError:
         logger.warning("%s: another attempt was first; starting again from the chain", place)
         residents.drop()
@@ -184,14 +186,19 @@ def run_stage(
         published = run.require(stage.name, step)
         _check_same_work(stage, run, config, published, wanted)
         return published
+    if result.on_commit is not None:
+        result.on_commit()
+    return manifest
 
 
 def _manifest(stage: Stage, context: Context, result: Result, wanted: Wanted, attempt: str, started: float) -> Manifest:
+    # What could not be read when the stage began has been read since, or there would be no result.
+    outside = stage.outside_inputs(context.config) if wanted.outside is None else wanted.outside
     content = Content(
         step=context.step,
         stage=stage.name,
         policy_version=result.policy_version,
-        inputs=wanted.inputs | (wanted.outside or {}),
+        inputs=wanted.inputs | (outside or {}),
         outputs={role: artifact.digest for role, artifact in result.outputs.items()},
         config=wanted.config,
     )
@@ -233,7 +240,7 @@ def describe_attempt(
         ended=ended,
         device=device,
         gpu_seconds=ended - started if device == "cuda" else 0.0,
-        code_revision=os.environ.get("RATCHET_REVISION") or ratchet.__version__,
+        code_revision=code_revision(),
         image=os.environ.get("RATCHET_IMAGE", ""),
         metrics=finite_metrics(metrics),
         trainer_state=trainer_state,

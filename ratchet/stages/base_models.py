@@ -8,13 +8,11 @@ from abc import abstractmethod
 from pathlib import Path
 
 from ratchet.config import RunConfig
-from ratchet.errors import ConfigError, EngineError
+from ratchet.errors import ConfigError, EngineError, StoreError, StoreUnavailableError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import digest_of, sha256_file
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
-
-_KEPT = (".json", ".jinja", ".model", ".txt")
 
 
 class CopiedModel(Stage):
@@ -30,7 +28,7 @@ class CopiedModel(Stage):
         return None if digest is None else {"base_model": digest}
 
     def compute(self, context: Context) -> Result:
-        from ratchet.engines.model import resolve_model_folder
+        from ratchet.engines.model_source import resolve_model_folder
 
         folder = resolve_model_folder(self.path(context.config))
         self.check(folder)
@@ -57,7 +55,9 @@ class BasePolicy(CopiedModel):
     def path(self, config: RunConfig) -> str:
         path = config.actor_rollout_ref.model.path
         if not path:
-            raise ConfigError("actor_rollout_ref.model.path is not set: expected a Hugging Face id or a local folder")
+            raise ConfigError(
+                "actor_rollout_ref.model.path is not set: expected a Hugging Face id, a local folder or s3://bucket/folder"
+            )
         return path
 
     def check(self, folder: Path) -> None:
@@ -77,19 +77,24 @@ class BaseCritic(CopiedModel):
 
 
 def model_digest(path: str) -> str | None:
-    """Return the digest of a model's files, wherever they are; None where there are none (any more)."""
-    from ratchet.engines.model import resolve_model_folder
+    """Return the digest of a model's files, wherever they are; None where there are none (any more).
+
+    That of a folder that a run exported is the digest that the run committed. Storage that does not answer is an error.
+    """
+    from ratchet.engines.model_source import resolve_model_folder
 
     try:
         folder = resolve_model_folder(path)
-    except EngineError:
+    except StoreUnavailableError:
+        raise
+    except (EngineError, StoreError):
         return None
     return digest_of({path.name: sha256_file(path) for path in _kept(folder)})
 
 
 def _kept(folder: Path) -> list[Path]:
     """The model's own weights and what is text; some folders hold a second copy of the weights in another format."""
-    from ratchet.engines.model import weight_files
+    from ratchet.engines.model_folder import TEXTS, weight_files
 
-    texts = [path for path in folder.iterdir() if path.suffix in _KEPT and path.is_file()]
+    texts = [path for path in folder.iterdir() if path.suffix in TEXTS and path.is_file()]
     return sorted([*weight_files(folder), *texts])

@@ -20,6 +20,8 @@ from ratchet.engines.model import (
     load_config,
     load_tokenizer,
     resolve_model_folder,
+    resolve_tokenizer_folder,
+    tokenizer_digest,
     torch_dtype,
     weight_files,
 )
@@ -47,9 +49,11 @@ def _edit_json(path: Path, **changes: Any) -> None:
 
 def test_a_model_folder_is_used_where_it_is(tiny: Path) -> None:
     assert resolve_model_folder(str(tiny)) == tiny
+    assert resolve_model_folder(f"file://{tiny}") == tiny
+    assert resolve_tokenizer_folder(str(tiny)) == tiny
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "a/b/c", "s3://bucket/model"])
+@pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "a/b/c", "file:///no/such/model"])
 def test_a_folder_that_is_missing_is_named(path: str) -> None:
     with pytest.raises(EngineError, match="does not exist") as caught:
         resolve_model_folder(path)
@@ -221,6 +225,30 @@ def test_messages_that_the_template_refuses_are_a_data_error(tiny: Path) -> None
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="roles must alternate"):
         chat_prompt_ids(tokenizer, QUESTION)
+
+
+def test_a_tokenizer_s_digest_is_what_it_does_and_not_how_it_is_written(tiny: Path, folder: Path) -> None:
+    first: Any = load_tokenizer(tiny)
+    digest = tokenizer_digest(first)
+    first(["twelve", "a baker"], truncation=True, max_length=1, padding=True)
+    assert tokenizer_digest(first) == digest, "the last call is no property of the tokenizer"
+    _edit_json(folder / "config.json", torch_dtype="bfloat16", transformers_version="1.0")
+    for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
+    assert tokenizer_digest(load_tokenizer(folder)) == digest
+
+
+def test_a_tokenizer_s_digest_tells_templates_and_tokens_apart(tiny: Path, folder: Path) -> None:
+    digests = [tokenizer_digest(load_tokenizer(tiny))]
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    digests.append(tokenizer_digest(load_tokenizer(folder)))
+    _edit_json(folder / "tokenizer_config.json", eos_token="<|pad|>")
+    digests.append(tokenizer_digest(load_tokenizer(folder)))
+    added: Any = load_tokenizer(folder)
+    added.add_tokens(["loaves"])
+    digests.append(tokenizer_digest(added))
+    assert len(set(digests)) == 4
 
 
 def test_end_tokens_come_from_every_file_that_names_one(folder: Path) -> None:

@@ -10,6 +10,7 @@ from ratchet.data import schemas
 from ratchet.engines.sampler import Completion
 from ratchet.errors import ConfigError, DataError, NotCommittedError
 from ratchet.grains import entry, loop
+from ratchet.grains.tasks import PreflightTask
 from ratchet.stages.base import Input
 from tests.runs import EMPTY, RIGHT, WRONG, one_step_config, prepared, table_rows
 
@@ -67,7 +68,11 @@ def test_the_difference_between_sampler_and_policy_is_told_also_where_the_policy
 def test_a_pipeline_without_a_critic_refuses_a_config_that_needs_one(tmp_path: Path) -> None:
     text = "algorithm:\n  adv_estimator: gae\n"
     with pytest.raises(ConfigError, match="use the pipeline ratchet-ppo-stages"):
-        entry.preflight(str(tmp_path), "run", "job", text, ["trainer.grain=stage"], has_critic=False)
+        entry.preflight(
+            PreflightTask(
+                root=str(tmp_path), run_id="run", submission_id="job", config=text, grain="stage", has_critic=False
+            )
+        )
     assert not list(tmp_path.iterdir())
 
 
