@@ -2,9 +2,14 @@
 
 Trap: a dense block-diagonal mask costs memory and time with the square of the packed length, and models with
 soft-capped attention scores are silently wrong under `sdpa`. Here no mask over the packed length ever exists: on a
-GPU one variable-length flash kernel runs over the borders, elsewhere each sequence is attended to on its own.
+GPU one variable-length flash kernel runs over the borders (flash-attn's where it is installed, else torch's own),
+elsewhere each sequence is attended to on its own.
 """
 
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ratchet.errors import EngineError
 
+logger = logging.getLogger(__name__)
+
 PACKED_ATTENTION = "ratchet_packed"
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+"""(query, key, value, borders, longest, scaling, window): causal attention; query [T, heads, head_dim] to the same."""
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -56,13 +66,33 @@ def _packed_attention(
     longest = max(sequence_lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-        return _flash(query, key, value, sequence_borders, longest, scaling, window), None
+        q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+        return _kernel()(q, k, v, sequence_borders, longest, scaling, window).unsqueeze(0), None
+    _say("attention: torch's scaled_dot_product_attention, one sequence after another")
     split = (torch.split(heads, sequence_lengths, dim=2) for heads in (query, key, value))
     pieces = [_attend(*one, scaling=scaling, window=window, softcap=softcap) for one in zip(*split, strict=True)]
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _flash(
+@cache
+def _kernel() -> Kernel:
+    """Return flash-attn's kernel where it can be imported, else torch's, which copies grouped key heads."""
+    instead = "it is not installed"
+    if find_spec("flash_attn") is not None:
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError as error:
+            # Compiled against another torch, it is there and cannot be loaded.
+            instead = f"it cannot be imported ({error})"
+        else:
+            _say("attention: flash-attn")
+            return partial(_flash_attn, flash_attn_varlen_func)
+    _say(f"attention: torch's variable-length kernel instead of flash-attn: {instead}")
+    return _torch_varlen
+
+
+def _flash_attn(
+    function: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,16 +101,45 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
+    attended = function(
+        query,
+        key,
+        value,
+        cu_seqlens_q=borders,
+        cu_seqlens_k=borders,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=_flash_window(window),
+    )
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def _torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    group = query.shape[1] // key.shape[1]
-    flat = query[0].transpose(0, 1)
     # The kernel of torch 2.11 takes as many key heads as query heads.
-    keys, values = (heads[0].transpose(0, 1).repeat_interleave(group, dim=1) for heads in (key, value))
-    size = (-1 if window is None else window - 1, 0)
-    attended = varlen_attn(flat, keys, values, borders, borders, longest, longest, scale=scaling, window_size=size)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    size = _flash_window(window)
+    attended = varlen_attn(query, key, value, borders, borders, longest, longest, scale=scaling, window_size=size)
     assert isinstance(attended, Tensor)
-    return attended.unsqueeze(0)
+    return attended
+
+
+def _flash_window(window: int | None) -> tuple[int, int]:
+    """Keys before and after a query that it sees beside its own; -1 is all. Example: window 4 gives (3, 0)."""
+    return (-1 if window is None else window - 1, 0)
+
+
+@cache
+def _say(message: str) -> None:
+    """Log `message` once in a process, not once a layer."""
+    logger.info("%s", message)
 
 
 def _attend(
