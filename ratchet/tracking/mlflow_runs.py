@@ -6,6 +6,7 @@ Only `MlflowClient` with explicit ids is used here.
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,17 @@ def database(tracking_uri: str) -> Path | None:
     return Path(tracking_uri.removeprefix(_SQLITE)).absolute() if tracking_uri.startswith(_SQLITE) else None
 
 
+def without_passwords(text: str) -> str:
+    """Return a tracking URI, or a text that names one, as it may be shown."""
+    return re.sub(r"://[^/\s]*@", "://", text)
+
+
+def problem(error: Exception) -> str:
+    """Return the first line of what MLflow's client says; it names its server with user and password."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return without_passwords(text)[:300]
+
+
 def open_run(
     client: "MlflowClient", *, root: str, experiment: str, run_name: str, tags: Mapping[str, str]
 ) -> TrackedRun:
@@ -81,7 +93,7 @@ def open_run(
     """
     injected = _injected_run(client)
     experiments = [_experiment_id(client, experiment)] if injected is None else [injected.info.experiment_id]
-    found = _tagged_run(client, experiments, root)
+    found = tagged_run(client, experiments, root)
     wanted = {**tags, ROOT_TAG: root}
     if found is None and injected is not None and ROOT_TAG not in injected.data.tags:
         logger.info("logging to the MLflow run %s, which MLFLOW_RUN_ID names", injected.info.run_id)
@@ -111,13 +123,14 @@ def _create(
 ) -> TrackedRun:
     created = client.create_run(experiment_id, run_name=run_name, tags=dict(tags))
     # Two pods of one step may both find none and create one: the oldest is kept, by both.
-    oldest = _tagged_run(client, [experiment_id], root) or created
+    oldest = tagged_run(client, [experiment_id], root) or created
     if oldest.info.run_id != created.info.run_id:
         client.delete_run(created.info.run_id)
     return TrackedRun(oldest.info.run_id, dict(oldest.data.params), dict(oldest.data.tags))
 
 
-def _tagged_run(client: "MlflowClient", experiment_ids: list[str], root: str) -> "MLflowRun | None":
+def tagged_run(client: "MlflowClient", experiment_ids: list[str], root: str) -> "MLflowRun | None":
+    """Return the oldest MLflow run of these experiments that the training run at `root` is logged to."""
     quote = "'" if "'" not in root else '"'
     found = client.search_runs(
         experiment_ids,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ratchet
+from ratchet.environment import code_revision
 from ratchet.store import layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
@@ -26,7 +27,9 @@ from ratchet.tracking.mlflow_runs import (
     check_database_folder,
     default_tracking_uri,
     open_run,
+    problem,
     set_client_defaults,
+    without_passwords,
 )
 from ratchet.tracking.progress import Progress
 
@@ -79,7 +82,12 @@ class MLflowTracker:
         self._experiment = experiment
         self._run_name = run_name
         self._params = params
-        self._tags = {**(tags or {}), "ratchet.run_id": run.run_id, "ratchet.version": ratchet.__version__}
+        self._tags = {
+            **(tags or {}),
+            "ratchet.run_id": run.run_id,
+            "ratchet.version": ratchet.__version__,
+            "ratchet.revision": code_revision(),
+        }
         self._pauses = pauses or Pauses()
         self._lock = threading.RLock()
         self._client: MlflowClient | None = None
@@ -131,15 +139,14 @@ class MLflowTracker:
             self._paused_until = time.monotonic() + pause
             self._failures = min(self._failures + 1, 30)
             if self._failures == 1:
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
                 logger.warning(
                     "MLflow at %s cannot be used; training goes on, its metrics are brought later: %s",
-                    _without_password(self.tracking_uri),
-                    text[:300],
+                    without_passwords(self.tracking_uri),
+                    problem(error),
                 )
             return None
         if self._failures:
-            logger.info("MLflow at %s can be used again", _without_password(self.tracking_uri))
+            logger.info("MLflow at %s can be used again", without_passwords(self.tracking_uri))
         self._failures = 0
         return result
 
@@ -287,8 +294,3 @@ def _datasets(run: Run, manifest: Manifest) -> "list[DatasetInput]":
         tags = [InputTag("mlflow.data.context", split), InputTag("ratchet.sha256", artifact.digest)]
         found.append(DatasetInput(dataset, tags))
     return found
-
-
-def _without_password(uri: str) -> str:
-    scheme, separator, rest = uri.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

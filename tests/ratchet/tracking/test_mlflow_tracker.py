@@ -82,7 +82,10 @@ def test_a_point_carries_the_step_and_the_time_of_its_manifest_and_comes_once(
     assert [steps(uri, tracker.run_id, key) for key in KEYS] == [[3]] * 4
 
 
-def test_a_training_run_has_one_mlflow_run_over_resumes(chain, open_tracker: Open, database: str) -> None:
+def test_a_training_run_has_one_mlflow_run_over_resumes(
+    chain, open_tracker: Open, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_REVISION", "0f1e2d")
     first = open_tracker(database, tags={"team": "a"})
     for manifest in chain.step(1):
         first.log(manifest)
@@ -98,6 +101,7 @@ def test_a_training_run_has_one_mlflow_run_over_resumes(chain, open_tracker: Ope
     assert run.data.tags["ratchet.root"] == chain.run.uri
     assert (run.data.tags["ratchet.run_id"], run.data.tags["team"]) == ("r1", "b")
     assert run.data.tags["ratchet.version"]
+    assert run.data.tags["ratchet.revision"] == "0f1e2d"
 
 
 def _experiment(uri: str, tracker: MLflowTracker) -> str:
