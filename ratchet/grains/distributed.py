@@ -5,13 +5,17 @@ collective, and writes nothing.
 """
 
 import argparse
+import json
 import logging
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from ratchet import errors
 from ratchet.config import RunConfig, parse_config
-from ratchet.errors import ConfigError, EngineError
+from ratchet.environment import set_defaults, set_log_level
+from ratchet.errors import ConfigError, EngineError, RatchetError
 from ratchet.stages.base import Context, run_stage
 from ratchet.stages.critic_update import CriticUpdate
 from ratchet.stages.policy_update import PolicyUpdate
@@ -21,6 +25,7 @@ from ratchet.store.run import Run
 
 logger = logging.getLogger(__name__)
 
+_FAILURE = "failure.json"
 _UPDATES = {stage.name: stage for stage in (PolicyUpdate(), CriticUpdate())}
 
 
@@ -46,14 +51,36 @@ def launch(run: Run, stage: str, step: int, count: int) -> None:
     with scratch() as shared:
         program = ["-m", "ratchet.grains.distributed", *arguments, "--shared-folder", str(shared)]
         finished = subprocess.run([*torchrun, *program], check=False)
+        failure = _read_failure(shared)
     run.forget()
+    if failure is not None:
+        # Of its own kind, which says whether trying again can help.
+        raise type(failure)(f"{stage} of step {step} on {count} processes: {failure}")
     if finished.returncode != 0:
         raise EngineError(f"{stage} of step {step} on {count} processes ended with code {finished.returncode}")
 
 
+def _write_failure(folder: Path, error: RatchetError) -> None:
+    """Hand the cause to the process that launched this one; the first to fail is the one that counts."""
+    text = json.dumps({"kind": type(error).__name__, "message": str(error)})
+    with suppress(FileExistsError), (folder / _FAILURE).open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _read_failure(folder: Path) -> RatchetError | None:
+    path = folder / _FAILURE
+    if not path.is_file():
+        return None
+    told = json.loads(path.read_text(encoding="utf-8"))
+    kind = getattr(errors, told["kind"], EngineError)
+    error: RatchetError = kind(told["message"])
+    return error
+
+
 def main() -> None:
     """Run as one of torchrun's processes."""
-    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_defaults()
+    set_log_level()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--root", required=True)
     parser.add_argument("--run-id", required=True)
@@ -83,6 +110,9 @@ def main() -> None:
                     keep_trainer_state=True,
                 )
             )
+    except RatchetError as error:
+        _write_failure(arguments.shared_folder, error)
+        raise
     finally:
         residents.close()
 

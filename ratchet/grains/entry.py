@@ -1,25 +1,39 @@
-"""What each component of a pipeline runs: plain functions of strings and integers, the same on a cluster and here.
+"""What each component of a pipeline runs: a record of what it is told in, plain values and small reports out.
 
-Trap: state passes through the run in object storage alone; a component is told where the run is, and which submission
-it belongs to (the pipeline run's id), since KFP hands no data from one iteration to the next.
+The same functions run on a cluster and here. Trap: state passes through the run in object storage alone; a component is
+told where the run is, and which submission it belongs to (the pipeline run's id), since KFP hands no data from one
+iteration to the next.
 """
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from ratchet.config import RunConfig, load_config, parse_text
-from ratchet.environment import set_defaults
+from ratchet.config import RunConfig, parse_text, read_config_text, semantic
 from ratchet.errors import ConfigError
-from ratchet.grains import loop
+from ratchet.grains import loop, outputs, placement, program
+from ratchet.grains.outputs import Output
 from ratchet.grains.session import Session, join_submission, open_session, submit
+from ratchet.grains.tasks import (
+    EvaluateTask,
+    ExportTask,
+    PlanTask,
+    PreflightTask,
+    PreprocessTask,
+    PromoteTask,
+    RunTask,
+    SegmentTask,
+    StageTask,
+    StepTask,
+)
 from ratchet.stages.base import Context, Stage
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stage, step_stages
 from ratchet.stages.residents import Residents
 from ratchet.stages.settings import total_steps
+from ratchet.store import layout
 from ratchet.store.artifacts import scratch
 from ratchet.store.manifest import Manifest
 from ratchet.store.objects import open_store
@@ -27,96 +41,149 @@ from ratchet.store.run import POLICY_UPDATE, Run
 
 logger = logging.getLogger(__name__)
 
+TRAIN, FINISHED, UNCHANGED = "train", "finished", "unchanged"
+"""What preflight decides: there is work; the run is complete; the data are those of the last decision."""
 
-def preflight(
-    root: str, run_id: str, submission_id: str, config: str, overrides: list[str], *, has_critic: bool = True
-) -> str:
-    """Check what can be checked in seconds, create or find the run, and claim it. Returns the run's place.
 
-    `has_critic` says whether the pipeline has a task for the critic's update.
+def preflight(task: PreflightTask, *, report: Output | None = None) -> tuple[Any, ...]:
+    """Decide whether there is work; then refuse what cannot work, and create or find the run and claim it.
+
+    Returns the decision, and what evaluation and export ask for (`placement.kfp_values`), in this order.
     """
-    _start_program()
-    is_text = "\n" in config or ":" in config.replace("://", "")
-    if config.startswith("s3://"):
-        folder, _, name = config.rpartition("/")
-        parsed = parse_text(open_store(folder).get(name).decode(), overrides, source=config)
-    elif is_text:
-        parsed = parse_text(config, overrides, source="the parameter config")
+    from ratchet.grains import preflight as checks
+
+    run = Run(task.root, task.name)
+    is_old = run.store.size(layout.RUN) is not None
+    config = placement.with_images(_config(task, run, is_old), task.images)
+    where = tuple(placement.kfp_values(config.device_map.evaluate).values())
+    decision, why = _decide(task, run, is_old, config)
+    findings = []
+    if decision == TRAIN:
+        findings = checks.check(config, root=task.root, run_id=task.name, facts=_facts(task, config))
+        table = checks.report_markdown(findings)
+        # KFP shows no report of a task that failed.
+        logger.info("%s", table)
+        outputs.write_report(report, [table])
+        checks.refuse(findings)
+        submit(task.root, task.name, config, submission_id=task.submission_id, is_checked=True)
     else:
-        parsed = load_config(config or None, overrides)
-    if parsed.critic_is_needed and not has_critic:
-        raise ConfigError(
-            f"algorithm.adv_estimator={parsed.algorithm.adv_estimator} needs a critic, and this pipeline has no task "
-            "that trains one: use the pipeline ratchet-ppo-stages"
-        )
-    return submit(root, run_id, parsed, submission_id=submission_id).uri
+        outputs.write_report(report, [f"### {task.name}", "", why])
+        program.say(why)
+    return (decision, *where)
 
 
-def preprocess(root: str, run_id: str, submission_id: str) -> str:
+def preprocess(task: PreprocessTask, *, metrics: Output | None = None) -> str:
     """Commit policy version 0 and the prompts."""
-    with _session(root, run_id, submission_id) as session:
+    with _session(task) as session:
         loop.prepare(session)
-        return session.store_run.require("preprocess/train", None).content_digest
-
-
-def plan(root: str, run_id: str, submission_id: str) -> list[int]:
-    """Return the first step of every segment (at stage grain: every step) that is still to run."""
-    with _session(root, run_id, submission_id) as session:
-        trainer, total = session.config.trainer, session.total_steps()
-        if trainer.grain == "stage":
-            return loop.plan(session, total, 1, most=loop.MAX_STEPS_AT_STAGE_GRAIN)
-        return loop.plan(session, total, trainer.steps_per_segment)
-
-
-def segment(root: str, run_id: str, submission_id: str, start: int) -> str:
-    """Run the segment of steps that begins with `start`. Returns the content digest of its last policy update."""
-    with _session(root, run_id, submission_id) as session:
-        # The fence: nothing of this segment may run before the one before it is done.
-        session.store_run.require(POLICY_UPDATE, start - 1)
-        if start == 1:
-            loop.evaluate_base(session)
-        stop = min(start + session.config.trainer.steps_per_segment, session.total_steps() + 1)
-        loop.run_segment(session, start, stop)
-        return session.store_run.require(POLICY_UPDATE, stop - 1).content_digest
-
-
-def stage(name: str, root: str, run_id: str, submission_id: str, step: int) -> str:
-    """Run one stage of one step. Returns its content digest, or "" where this config's step does without it."""
-    with _session(root, run_id, submission_id) as session:
-        found = step_stage(name, session.config)
-        if found is None:
-            known = ", ".join(item.name for item in step_stages(session.config))
-            logger.info("step %d does without %s; its stages are %s", step, name, known)
-            return ""
-        return session.run(found, step).content_digest
-
-
-def scores(root: str, run_id: str, submission_id: str, step: int) -> str:
-    """Run whatever scores this config's step needs; none is fine."""
-    digests = [
-        stage(name, root, run_id, submission_id, step) for name in ("policy_scores", "reference_scores", "values")
-    ]
-    return ",".join(digest for digest in digests if digest)
-
-
-def evaluate(root: str, run_id: str, submission_id: str, version: str) -> str:
-    """Evaluate policy `version`: "base", "last", or a step."""
-    with _session(root, run_id, submission_id) as session:
-        if not session.config.data.val_files:
-            logger.info("no data.val_files: nothing is evaluated")
-            return ""
-        if version == "base":
-            loop.evaluate_base(session)
-            return ""
-        manifest: Manifest = session.run(Evaluate(), session.total_steps() if version == "last" else _number(version))
+        manifest = session.store_run.require("preprocess/train", None)
+        outputs.write_metrics(
+            metrics, manifest.provenance.metrics | {"rows": float(manifest.output("prompts").rows or 0)}
+        )
         return manifest.content_digest
 
 
-def checkpoint_export(root: str, run_id: str, submission_id: str) -> str:
+def plan(task: PlanTask) -> list[dict[str, Any]]:
+    """Return the iterations that are still to run: a segment each, or a step at the other grains."""
+    with _session(task) as session:
+        trainer, total = session.config.trainer, session.total_steps()
+        if trainer.grain == "stage":
+            starts = loop.plan(session, total, 1, most=loop.MAX_STEPS_AT_STAGE_GRAIN)
+        else:
+            starts = loop.plan(session, total, trainer.steps_per_segment if trainer.grain == "segment" else 1)
+        return [placement.iteration(session.config, start) for start in starts]
+
+
+def segment(task: SegmentTask, *, metrics: Output | None = None, report: Output | None = None) -> str:
+    """Run the segment of steps that begins with `start`. Returns the content digest of its last policy update."""
+    with _session(task, "segment") as session:
+        stop = min(task.start + session.config.trainer.steps_per_segment, session.total_steps() + 1)
+        return _run_steps(session, task.start, stop, metrics, report)
+
+
+def step(task: StepTask, *, metrics: Output | None = None, report: Output | None = None) -> str:
+    """Run every stage of one step. Returns the content digest of its policy update."""
+    with _session(task, "segment") as session:
+        return _run_steps(session, task.step, task.step + 1, metrics, report)
+
+
+def stage(task: StageTask, *, name: str, metrics: Output | None = None, report: Output | None = None) -> str:
+    """Run one stage of one step. Returns its content digest, or "" where this config's step does without it."""
+    with _session(task, placement.PLACE_OF_STAGE.get(name, "")) as session:
+        found = step_stage(name, session.config)
+        if found is None:
+            known = ", ".join(item.name for item in step_stages(session.config))
+            program.say(f"step {task.step} does without {name}; its stages are {known}")
+            return ""
+        manifest = session.run(found, task.step)
+        outputs.write_metrics(metrics, manifest.provenance.metrics)
+        if report is not None:
+            outputs.write_report(report, outputs.steps_report(session.store_run, [task.step]))
+        return manifest.content_digest
+
+
+def scores(task: StageTask, *, metrics: Output | None = None) -> str:
+    """Run whatever scores this config's step needs; none is fine."""
+    with _session(task, "scores") as session:
+        wanted = [step_stage(name, session.config) for name in ("policy_scores", "reference_scores", "values")]
+        manifests = [session.run(found, task.step) for found in wanted if found is not None]
+        for manifest in manifests:
+            outputs.write_metrics(metrics, manifest.provenance.metrics)
+        if not manifests:
+            program.say(f"step {task.step} reads no scores")
+        return ",".join(manifest.content_digest for manifest in manifests)
+
+
+def evaluate(task: EvaluateTask, *, metrics: Output | None = None, report: Output | None = None) -> str:
+    """Evaluate policy `version`: "base", "last", or a step."""
+    with _session(task, "evaluate") as session:
+        config = session.config
+        if not config.data.val_files:
+            program.say("no data.val_files: nothing is evaluated")
+            return ""
+        if task.version == "base" and not config.trainer.val_before_train:
+            program.say("trainer.val_before_train is false: the base is not evaluated")
+            return ""
+        at = {"base": 0, "last": session.total_steps()}.get(task.version)
+        manifest: Manifest = session.run(Evaluate(), _number(task.version) if at is None else at)
+        outputs.write_metrics(metrics, manifest.provenance.metrics)
+        outputs.write_report(report, outputs.evaluation_report(session.store_run, manifest))
+        return manifest.content_digest
+
+
+def checkpoint_export(task: ExportTask, *, metrics: Output | None = None, model: Output | None = None) -> str:
     """Export the last policy. Returns where the Hugging Face folder is."""
-    with _session(root, run_id, submission_id, is_last=True) as session:
-        artifact = loop.export_last(session).output("export")
-        return f"{session.store_run.uri}/{artifact.folder}"
+    with _session(task, "evaluate") as session:
+        manifest = loop.export_last(session)
+        artifact = manifest.output("export")
+        uri = f"{session.store_run.uri}/{artifact.folder}"
+        outputs.write_metrics(metrics, manifest.provenance.metrics)
+        outputs.write_model(model, uri=uri, artifact=artifact, manifest=manifest)
+        return uri
+
+
+def promote(
+    task: PromoteTask, *, metrics: Output | None = None, report: Output | None = None, model: Output | None = None
+) -> str:
+    """Decide on the last policy as the champion of promotion.name. Returns the verdict, "" where none is named."""
+    from ratchet.grains import promotion
+
+    with _session(task, is_last=True) as session:
+        run = session.store_run
+        decision = promotion.promote(run, session.config, submission_id=task.submission_id)
+        if decision is None:
+            program.say("no promotion.name (the parameter champion): nothing is promoted")
+            return ""
+        program.say(promotion.sentence(decision))
+        outputs.write_metrics(metrics, promotion.numbers(decision))
+        outputs.write_report(report, promotion.report(decision))
+        manifest = run.require("checkpoint_export", session.total_steps())
+        artifact = manifest.output("export")
+        uri = f"{run.uri}/{artifact.folder}"
+        outputs.write_model(
+            model, uri=uri, artifact=artifact, manifest=manifest, champion=decision.name, verdict=decision.verdict
+        )
+        return decision.verdict
 
 
 def take_over(found: Stage, run: Run, config: RunConfig, step: int) -> Manifest:
@@ -155,24 +222,108 @@ def replay_stage(found: Stage, run: Run, config: RunConfig, step: int) -> dict[s
 
 
 @contextmanager
-def _session(root: str, run_id: str, submission_id: str, *, is_last: bool = False) -> Iterator[Session]:
-    _start_program()
-    run, config = join_submission(root, run_id, submission_id)
+def _session(task: RunTask, place: str = "", *, is_last: bool = False) -> Iterator[Session]:
+    """Open the run for this task; `place` is the entry of device_map that its pod runs by."""
+    run, config = join_submission(task.root, task.name, task.submission_id)
+    if place and (image := getattr(config.device_map, place).image):
+        # Manifests record it, and a pod does not know its own.
+        os.environ["RATCHET_IMAGE"] = image
     with open_session(run, config, is_last=is_last) as session:
         yield session
+
+
+def _run_steps(session: Session, start: int, stop: int, metrics: Output | None, report: Output | None) -> str:
+    run = session.store_run
+    # The fence: nothing of this segment may run before the one before it is done.
+    run.require(POLICY_UPDATE, start - 1)
+    if start == 1:
+        loop.evaluate_base(session)
+    try:
+        loop.run_segment(session, start, stop)
+    finally:
+        # What went wrong in the steps counts, whatever goes wrong in telling of them.
+        with suppress(OSError):
+            _show_steps(
+                run, [step for step in range(start, stop) if run.manifest(POLICY_UPDATE, step)], metrics, report
+            )
+    return run.require(POLICY_UPDATE, stop - 1).content_digest
+
+
+def _show_steps(run: Run, steps: list[int], metrics: Output | None, report: Output | None) -> None:
+    if steps:
+        outputs.write_metrics(metrics, outputs.step_metrics(run, steps[-1]))
+        outputs.write_report(report, outputs.steps_report(run, steps))
+
+
+def _config(task: PreflightTask, run: Run, is_old: bool) -> RunConfig:
+    """Read the config that the pipeline was given, with what its other parameters say."""
+    overrides = placement.config_overrides(
+        total_steps=task.total_steps,
+        steps_per_segment=task.steps_per_segment,
+        grain=task.grain,
+        device_map=task.device_map,
+        champion=task.champion,
+        min_accuracy=task.min_accuracy,
+    )
+    if task.config.startswith("s3://"):
+        parsed = parse_text(placement.stored_text(task.config), overrides, source=task.config)
+    else:
+        parsed = read_config_text(task.config, overrides, name="the parameter config")
+    return _from_champion(parsed, task, run, is_old) if task.from_champion else parsed
+
+
+def _from_champion(config: RunConfig, task: PreflightTask, run: Run, is_old: bool) -> RunConfig:
+    """Return the config with the champion's export as its model; the first champion starts from the config's."""
+    from ratchet.store import champions
+
+    if not config.promotion.name:
+        raise ConfigError("this pipeline starts from a champion: give its name (the parameter champion)")
+    submitted = next(run.submissions(), None) if is_old else None
+    if submitted is not None:
+        # The champion of that day, whoever it is by now.
+        path = submitted["config"]["actor_rollout_ref"]["model"]["path"]
+    else:
+        champion = champions.champion(task.root, config.promotion.name)
+        if champion is None:
+            return config
+        path = champion.export.uri
+    actor = config.actor_rollout_ref
+    model = actor.model.model_copy(update={"path": path})
+    return config.model_copy(update={"actor_rollout_ref": actor.model_copy(update={"model": model})})
+
+
+def _decide(task: PreflightTask, run: Run, is_old: bool, config: RunConfig) -> tuple[str, str]:
+    """Return the decision and the reason for it."""
+    if is_old:
+        run.create_or_check(semantic(config))
+        if loop.is_finished(run, config):
+            return FINISHED, f"run {run.uri} is complete with {run.last_step()} steps: there is nothing to do"
+    elif task.from_champion:
+        from ratchet.stages.prepared import unchanged
+
+        decided = unchanged(task.root, config.promotion.name, config)
+        if decided is not None:
+            return UNCHANGED, (
+                f"the training data and the config are those of decision {decided.number} on "
+                f"{config.promotion.name} (run {decided.run}): nothing is trained"
+            )
+    return TRAIN, ""
+
+
+def _facts(task: PreflightTask, config: RunConfig) -> Any:
+    from ratchet.grains.preflight import PipelineFacts
+
+    return PipelineFacts(
+        grain=config.trainer.grain,
+        submission_id=task.submission_id,
+        has_critic=task.has_critic,
+        placements={stage: getattr(config.device_map, stage) for stage in (*placement.PLACED[task.grain], "evaluate")},
+        in_pod=bool(os.environ.get("RATCHET_POD_NAME")),
+        claim=os.environ.get("RATCHET_COMPILE_CACHE_CLAIM", ""),
+    )
 
 
 def _number(version: str) -> int:
     if not version.isdecimal():
         raise ConfigError(f'version {version!r}: expected "base", "last" or a step')
     return int(version)
-
-
-def _start_program() -> None:
-    """Components are programs: their log goes to the pod's log, unless a host program has set logging up."""
-    set_defaults()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=os.environ.get("RATCHET_LOG_LEVEL", "INFO"),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )

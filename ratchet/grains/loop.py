@@ -1,13 +1,16 @@
 """How stages are composed in one process: what comes before training, a step, a segment of steps, a whole run."""
 
-from ratchet.errors import ConfigError
+from ratchet.config import RunConfig
+from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains.session import Session
 from ratchet.stages.base_models import BaseCritic, BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stages
 from ratchet.stages.preprocess import Preprocess
+from ratchet.stages.settings import total_steps
 from ratchet.store.manifest import Manifest
+from ratchet.store.run import Run
 
 MAX_SEGMENTS = 40
 """Iterations of one KFP run: every further one costs 10 s when the run is terminated."""
@@ -79,6 +82,29 @@ def evaluate_last(session: Session) -> Manifest | None:
 def export_last(session: Session) -> Manifest:
     """Export the policy that the last step published."""
     return session.run(CheckpointExport(), session.total_steps())
+
+
+def is_finished(run: Run, config: RunConfig) -> bool:
+    """Whether the run has everything that this config asks for: steps, evaluation, export, and a decision on it.
+
+    `ratchet status` calls the same runs finished (`ratchet.grains.status.explaining`), without parsing their config.
+    """
+    last = run.last_step()
+    try:
+        # Fewer steps than are committed are refused: a run may grow, never shrink.
+        if last == 0 or last != total_steps(run, config):
+            return False
+    except NotCommittedError:
+        return False
+    exported = run.manifest(CheckpointExport.name, last)
+    if exported is None or (config.data.val_files and run.manifest(Evaluate.name, last) is None):
+        return False
+    if config.promotion.name:
+        from ratchet.store import champions
+
+        history = champions.decisions(run.root, config.promotion.name)
+        return champions.decided(history, run.uri, last, exported.output("export").digest) is not None
+    return True
 
 
 def train(session: Session) -> None:

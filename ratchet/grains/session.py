@@ -7,18 +7,16 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains import distributed
-from ratchet.rewards.graders import open_grader
 from ratchet.stages.base import Stage, run_stage
-from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.residents import Residents
-from ratchet.stages.reward import reward_sources
+from ratchet.stages.reward import Reward, reward_sources
 from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
@@ -50,6 +48,8 @@ class Session:
         is_new = self.store_run.manifest(stage.name, step) is None
         if is_new:
             self._listener(place, False)
+            if stage.name == Reward.name:
+                _check_reward_model(self.store_run, self.config)
         is_update = stage.name in (POLICY_UPDATE, CRITIC_UPDATE) and bool(step)
         if is_new and is_update and step and self._processes > 1:
             distributed.launch(self.store_run, stage.name, step, self._processes)
@@ -107,12 +107,20 @@ def place_of(config: RunConfig, root: str | None, run_id: str | None) -> tuple[s
     return found_root or slash or ".", found_id
 
 
-def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | None = None, reward: Any = None) -> Run:
+def submit(
+    root: str,
+    run_id: str,
+    config: RunConfig,
+    *,
+    submission_id: str | None = None,
+    reward: Any = None,
+    is_checked: bool = False,
+) -> Run:
     """Create the run or check that it is the same one, and claim it for a new submission.
 
     A submission that claimed the run before (a pod of its pipeline that starts again) keeps its epoch. For a new run
-    the model's tokenizer and every prompt are checked first, so that no mistake in them takes the run id. `reward` is
-    as in `open_session`.
+    the model's tokenizer and every prompt are checked first, so that no mistake in them takes the run id;
+    `is_checked` says that preflight has done so. `reward` is as in `open_session`.
     """
     distributed.processes(config)
     run = Run(root, run_id)
@@ -121,14 +129,13 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
     if epoch is not None:
         run.adopt(epoch)
         return run
-    if config.trainer.resume_mode == "resume_path":
-        _check_resumes(run, config, is_old)
-    if is_old and config.trainer.resume_mode == "disable":
-        raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
-    if not is_old:
-        _check_sources(config, reward)
+    check_resumes(run, config, is_old)
+    if not is_old and not is_checked:
+        _check_sources(run.root, config, reward)
     run.create_or_check(semantic(config))
-    _check_reward_model(run, config)
+    if not is_checked or Path(config.reward_model.path).expanduser().is_dir():
+        # Of weights that lie elsewhere the stage that loads them asks (`Session.run`).
+        _check_reward_model(run, config)
     for file in config.code:
         run.store.put_create(layout.code(file.sha256, PurePath(file.path).name), file.source.encode())
     run.claim(
@@ -145,17 +152,26 @@ def submit(root: str, run_id: str, config: RunConfig, *, submission_id: str | No
 
 def _check_reward_model(run: Run, config: RunConfig) -> None:
     """Refuse to go on with another reward model than the one that graded step 1."""
+    if "model" not in config.reward_weights:
+        return
     graded = run.manifest("reward", 1)
     known = graded.content.inputs.get("reward_model") if graded is not None else None
+    if known is None:
+        return
     found = (reward_sources(config) or {}).get("reward_model")
-    if known is not None and found is not None and known != found:
+    if found is not None and known != found:
         raise ConfigError(
             f"reward_model.path is {config.reward_model.path}, whose files are not those of the reward model that run "
             f"{run.uri} was begun with; use another run id"
         )
 
 
-def _check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:
+def check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:
+    """Raise ConfigError where trainer.resume_mode forbids to begin or to go on with the run."""
+    if is_old and config.trainer.resume_mode == "disable":
+        raise ConfigError(f"run {run.uri} exists and trainer.resume_mode is disable; use another run id")
+    if config.trainer.resume_mode != "resume_path":
+        return
     named = config.trainer.resume_from_path.rstrip("/")
     if named not in (run.uri, f"{run.root}/{run.run_id}"):
         raise ConfigError(f"trainer.resume_from_path is {named}, but this is run {run.uri}; name one run")
@@ -163,22 +179,13 @@ def _check_resumes(run: Run, config: RunConfig, is_old: bool) -> None:
         raise ConfigError(f"no run at {named}, which trainer.resume_from_path names")
 
 
-def _check_sources(config: RunConfig, reward: Any) -> None:
-    for key in ("actor_rollout_ref.model.path", "data.train_files"):
-        if not config.value(key):
-            raise ConfigError(f"{key} is not set: a run needs a model and training prompts")
-    from ratchet.engines.model import load_tokenizer, resolve_model_folder
-    from ratchet.engines.reward_model import check_reward_model
-    from ratchet.engines.value_model import check_same_tokens
+def _check_sources(root: str, config: RunConfig, reward: Any) -> None:
+    """Raise what preflight would refuse first of model, reward and prompts."""
+    from ratchet.grains.checks.finding import PipelineFacts
+    from ratchet.grains.checks.sources import named_sources
 
-    tokenizer = load_tokenizer(resolve_model_folder(config.actor_rollout_ref.model.path))
-    if config.critic_is_needed and config.critic.model.path:
-        check_same_tokens(tokenizer, resolve_model_folder(config.critic.model.path))
-    if "model" in config.reward_weights:
-        check_reward_model(resolve_model_folder(config.reward_model.path))
-    grader = open_grader(config, custom=reward)
-    for split in ("train", "val") if config.data.val_files else ("train",):
-        Preprocess(split).usable(config, tokenizer, grader)
+    for refused in named_sources(config, root, PipelineFacts(), reward=reward, with_weights=True).refusals:
+        raise refused
 
 
 def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, RunConfig]:

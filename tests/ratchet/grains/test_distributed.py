@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.config import load_config
-from ratchet.errors import ConfigError, EngineError
+from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.grains import distributed, loop
 from ratchet.grains.session import open_session, submit
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
@@ -60,12 +60,15 @@ def test_two_processes_train_a_critic_as_one_does(
 
 
 @pytest.mark.slow
-def test_processes_that_fail_are_an_error_that_names_the_step(tmp_path: Path, tiny_model: Path) -> None:
+def test_processes_that_fail_are_an_error_of_the_causes_kind_that_names_the_step(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     config = tiny_config(tiny_model, write_problems(tmp_path / "problems.jsonl"), **TWO)
     with open_session(submit(str(tmp_path), "run", config), config) as session:
         loop.prepare(session)
         # Nothing of the step is committed: every process stops at the fence.
-        with pytest.raises(EngineError, match="policy_update of step 1 on 2 processes ended with code 1"):
+        cause = "policy_update of step 1 on 2 processes: .*step-000001/rollout is not committed"
+        with pytest.raises(NotCommittedError, match=cause):
             distributed.launch(session.store_run, POLICY_UPDATE, 1, 2)
     assert Run(str(tmp_path), "run").manifest(POLICY_UPDATE, 1) is None
 

@@ -1,0 +1,222 @@
+"""Whether a reward knows its own reference answers: each data source's are graded, and obviously wrong ones as well.
+
+A reward that gives 0 to what is right teaches nothing, and a run shows it after hours. Trap: how a reference answer
+has to be phrased is known for rules that say so (`Rule.reference_answer`); for other rewards several phrasings are
+tried, and only one that gives nothing but 0 to every one of them, and to wrong answers as well, is refused.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet.config import RunConfig
+from ratchet.data.prompt_rows import PromptRow
+from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
+from ratchet.grains.checks.finding import Finding, Level
+from ratchet.rewards.data_proto import GradeRow
+from ratchet.rewards.graders import PARTS, Grader, RewardResult, open_grader
+from ratchet.rewards.registry import rule_for
+
+MOST = 64
+"""Rows of one data source that are graded."""
+TIMEOUT_S = 5.0
+"""For one answer of an endpoint."""
+
+Phrase = Callable[[str], str]
+
+_PHRASES: tuple[Phrase, ...] = (
+    "{}".format,
+    "#### {}".format,
+    "The answer is {}.".format,
+    r"\boxed{{{}}}".format,
+    "<answer>{}</answer>".format,
+)
+_WRONG_TEXT = "I do not know."
+_ENOUGH = 0.5
+
+
+def spread(sources: Sequence[str], most: int = MOST) -> list[int]:
+    """Positions of up to `most` rows of each data source, evenly spread, in order."""
+    of_source: dict[str, list[int]] = {}
+    for position, source in enumerate(sources):
+        of_source.setdefault(source, []).append(position)
+    picked = [
+        places[index * len(places) // min(most, len(places))]
+        for places in of_source.values()
+        for index in range(min(most, len(places)))
+    ]
+    return sorted(picked)
+
+
+def reward_findings(config: RunConfig, rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[Finding]:
+    """Grade reference answers of `rows` by each part of the reward; `tokenizer` may be None.
+
+    A reward model is not loaded for this.
+    """
+    kinds = [kind for kind in PARTS if kind in config.reward_weights]
+    if "model" in kinds:
+        yield Finding("reward", "unknown", "the reward model is not loaded here, so that nothing was graded by it")
+    chosen = [rows[position] for position in spread([row.data_source for row in rows])]
+    for kind in kinds:
+        if kind == "model":
+            continue
+        try:
+            grader = open_grader(_alone(config, kind))
+        except (ConfigError, DataError) as error:
+            yield Finding("reward", "error", str(error))
+            continue
+        try:
+            for source in dict.fromkeys(row.data_source for row in chosen):
+                own = [row for row in chosen if row.data_source == source]
+                reward = _Reward(kind, source, grader, tokenizer)
+                yield _judged(reward, config, own)
+                yield from _outside(reward, config)
+        except (DataError, NumericsError) as error:
+            yield Finding("reward", "error", str(error))
+        except EngineError as error:
+            yield _unreachable(error)
+        finally:
+            grader.close()
+
+
+@dataclass(frozen=True)
+class _Reward:
+    kind: str
+    source: str
+    grader: Grader
+    tokenizer: Any
+    given: list[float] = field(default_factory=list)
+    """Every reward that it gave here."""
+
+    @property
+    def name(self) -> str:
+        return f"the {self.kind} reward of data_source {self.source!r}"
+
+    def grade(self, rows: Sequence[PromptRow], completions: Sequence[str]) -> list[RewardResult]:
+        graded = []
+        for row, completion in zip(rows, completions, strict=True):
+            ids = self.tokenizer(completion, add_special_tokens=False)["input_ids"] if self.tokenizer else [0]
+            graded.append(
+                GradeRow(
+                    where=row.where or "a prompt",
+                    data_source=row.data_source,
+                    prompt=row.prompt,
+                    ground_truth=row.reward_model.get("ground_truth"),
+                    extra_info=row.extra_info,
+                    completion=completion,
+                    prompt_token_ids=ids[:1],
+                    completion_token_ids=ids,
+                )
+            )
+        results = self.grader.grade(graded, shaping=False)
+        self.given.extend(result.reward for result in results)
+        return results
+
+
+@dataclass(frozen=True)
+class _Graded:
+    completions: list[str]
+    results: list[RewardResult]
+
+    @property
+    def mean(self) -> float:
+        return sum(result.reward for result in self.results) / len(self.results)
+
+
+def _alone(config: RunConfig, kind: str) -> RunConfig:
+    """The config with one part of its reward, which is asked once and answers soon or not at all."""
+    reward = config.reward_model
+    quick = {"retries": 0, "timeout": min(reward.timeout, TIMEOUT_S), "num_examine": 0}
+    return config.model_copy(
+        update={"reward_model": reward.model_copy(update={"weights": {kind: 1.0}, "type": kind, **quick})}
+    )
+
+
+def _judged(reward: _Reward, config: RunConfig, rows: Sequence[PromptRow]) -> Finding:
+    known = [row for row in rows if row.reward_model.get("ground_truth") is not None]
+    if not known:
+        # Whether it answers at all shows without a ground truth as well.
+        reward.grade(rows[:1], [_WRONG_TEXT])
+        return Finding("reward", "unknown", f"{reward.name}: no row has a reference answer that could be graded")
+    own = rule_for(reward.source, gsm8k_mode=config.reward_model.gsm8k_mode) if reward.kind == "rule" else None
+    phrase = own.reference_answer if own is not None else None
+    truths = [row.reward_model["ground_truth"] for row in known]
+    found: dict[Phrase, _Graded] = {}
+    for each in (phrase,) if phrase is not None else _PHRASES:
+        found[each] = _graded(reward, known, [each(truth) for truth in truths])
+        if reward.kind == "api" and found[each].mean > 0 and len(found) > 1:
+            # Each request may cost something.
+            break
+    best = max(found, key=lambda each: found[each].mean)
+    wrong = _graded(reward, known, [best(_wrong(truth)) for truth in truths])
+    is_silent = not any(reward.given)
+    level, said = _verdict(found[best].mean, wrong.mean, len(found), is_phrased=phrase is not None, is_silent=is_silent)
+    shown = f"{reward.name} gives reference answers {found[best].mean:.2g} and wrong ones {wrong.mean:.2g} on average"
+    if level == "ok":
+        return Finding("reward", level, f"{shown} ({len(known)} rows)")
+    return Finding("reward", level, f"{shown}: {said}; {_example(known, found[best])}{_remedy(reward)}")
+
+
+def _graded(reward: _Reward, rows: Sequence[PromptRow], completions: list[str]) -> _Graded:
+    return _Graded(completions, reward.grade(rows, completions))
+
+
+def _verdict(right: float, wrong: float, num_phrases: int, *, is_phrased: bool, is_silent: bool) -> tuple[Level, str]:
+    if is_phrased and right == 0:
+        return "error", "nothing can be learnt from it"
+    if is_silent:
+        return "error", f"it gave nothing but 0 to {num_phrases} phrasings, and nothing can be learnt from that"
+    if right <= wrong:
+        return "warning", "it does not tell them apart" + ("" if is_phrased else ", however they are phrased")
+    if is_phrased and right < _ENOUGH:
+        return "warning", "it does not know most of its own reference answers"
+    return "ok", ""
+
+
+def _example(rows: Sequence[PromptRow], graded: _Graded) -> str:
+    """The reference answer that earned least."""
+    at = min(range(len(rows)), key=lambda index: graded.results[index].reward)
+    row, result = rows[at], graded.results[at]
+    read = f", read as {result.extracted!r}," if result.extracted is not None else ""
+    return (
+        f"in {row.where or 'a prompt'} the completion {graded.completions[at]!r:.80}{read} against the ground truth "
+        f"{row.reward_model['ground_truth']!r:.80} earns {result.reward:g}"
+    )
+
+
+def _remedy(reward: _Reward) -> str:
+    if reward.kind == "rule":
+        return ". Correct the ground truths, the rows' data_source, or the rule (reward_model.gsm8k_mode)"
+    return (
+        ". Correct it or the ground truths; if it wants another form, register it as a rule whose reference_answer "
+        "writes that (docs/rewards.md)"
+    )
+
+
+def _outside(reward: _Reward, config: RunConfig) -> Iterator[Finding]:
+    """Rewards that are no shares, where the policy is to be promoted by its accuracy."""
+    weight = config.reward_weights.get(reward.kind, 1.0)
+    worst = max((value * weight for value in reward.given), key=lambda value: abs(value - 0.5), default=0.5)
+    if config.promotion.name and not 0 <= worst <= 1:
+        yield Finding(
+            "promotion",
+            "warning",
+            f"{reward.name} gave {worst:g} here: a held-out reward outside [0, 1] is no accuracy, and where there is "
+            "one nothing is promoted",
+        )
+
+
+def _wrong(truth: str) -> str:
+    """What nobody could take for the reference answer, nor find it in."""
+    if any(character.isdigit() for character in truth):
+        return next((digit * 7 for digit in "7394261580" if digit not in truth), _WRONG_TEXT)
+    return _WRONG_TEXT
+
+
+def _unreachable(error: EngineError) -> Finding:
+    """An endpoint that is slow may be starting; one that refuses is an error."""
+    import requests  # type: ignore[import-untyped]
+
+    cause = error.__cause__
+    is_slow = isinstance(cause, requests.Timeout | TimeoutError) and not isinstance(cause, requests.ConnectTimeout)
+    return Finding("reward", "warning" if is_slow else "error", str(error))
