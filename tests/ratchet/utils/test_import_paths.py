@@ -98,4 +98,4 @@ def test_resume_path_goes_on_with_the_run_at_that_place(
         main_ppo.main()
     assert capsys.readouterr().out.splitlines()[-1] == f"run: {run.uri}"
     assert Run(str(tmp_path), "run").last_step() == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["longer.yaml", "run", "t.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["longer.yaml", "prepared", "run", "t.jsonl"]

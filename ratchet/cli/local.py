@@ -1,7 +1,6 @@
-"""`ratchet`: the composition root. Each verb imports what it needs, when it needs it, so that `--help` is instant."""
+"""The verbs that work on a run here: train, one stage, data, rewards, evaluation, export, a look at it."""
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -12,46 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ratchet import __version__
-from ratchet.environment import set_defaults
-from ratchet.errors import ConfigError, NotCommittedError, RatchetError
+from ratchet.cli.app import RunArgument, StepOption, app, newest_config, open_run
+from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:
     from ratchet.config import RunConfig
-    from ratchet.store.run import Run
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="RL post-training of language models as Kubeflow Pipelines.",
-)
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or s3://bucket/prefix/run-id.")]
-StepOption = Annotated[int, typer.Option("--step", min=0, help="RL step; 0 is what precedes training.")]
 Mode = Literal["default", "strict", "flexible"]
-
-
-def main() -> None:
-    """Run the command line. Errors that Ratchet raises on purpose end with code 2 and their message alone."""
-    try:
-        app()
-    except RatchetError as error:
-        typer.echo(f"ratchet: {error}", err=True)
-        sys.exit(2)
-
-
-@app.callback()
-def _options(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-    set_defaults()
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @app.command()
@@ -88,8 +54,8 @@ def stage(
     from ratchet.grains.entry import replay_stage, take_over
     from ratchet.stages.graph import step_stage, step_stages
 
-    opened = _open_run(run)
-    config = _newest_config(opened)
+    opened = open_run(run)
+    config = newest_config(opened)
     found = step_stage(name, config)
     if found is None:
         known = ", ".join(item.name for item in step_stages(config))
@@ -137,10 +103,10 @@ def evaluate(run: RunArgument, step: StepOption) -> None:
     from ratchet.grains.entry import take_over
     from ratchet.stages.evaluate import Evaluate
 
-    opened = _open_run(run)
+    opened = open_run(run)
     manifest = opened.manifest(Evaluate.name, step)
     if manifest is None:
-        manifest = take_over(Evaluate(), opened, _newest_config(opened), step)
+        manifest = take_over(Evaluate(), opened, newest_config(opened), step)
     for name, value in sorted(manifest.provenance.metrics.items()):
         typer.echo(f"{name}: {value:.6g}")
 
@@ -158,10 +124,10 @@ def export(
 
     if to.exists():
         raise ConfigError(f"--to: {to} exists already; expected a folder to be made")
-    opened = _open_run(run)
+    opened = open_run(run)
     manifest = opened.manifest(CheckpointExport.name, step)
     if manifest is None:
-        manifest = take_over(CheckpointExport(), opened, _newest_config(opened), step)
+        manifest = take_over(CheckpointExport(), opened, newest_config(opened), step)
     # Written beside and renamed, so that an interrupted export leaves nothing that looks like one.
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -179,29 +145,10 @@ def show(
     """Show a run: its steps with their metrics, or one step's completions with their rewards."""
     from ratchet.tracking.show import completion_lines, step_lines
 
-    opened = _open_run(run)
+    opened = open_run(run)
     lines = step_lines(opened, as_json=as_json) if step is None else completion_lines(opened, step)
     for line in lines:
         typer.echo(line)
-
-
-def _open_run(place: str) -> "Run":
-    from ratchet.store.run import Run
-
-    root, slash, run_id = place.rstrip("/").rpartition("/")
-    run = Run(root or slash or ".", run_id)
-    if run.newest_epoch() == 0:
-        raise NotCommittedError(f"no run at {run.uri}: nobody has claimed it")
-    return run
-
-
-def _newest_config(run: "Run") -> "RunConfig":
-    from ratchet.config import parse_config
-
-    newest = next(run.submissions(), None)
-    if newest is None:
-        raise NotCommittedError(f"run {run.uri} was claimed, but nothing was submitted to it")
-    return parse_config(newest["config"], source=f"submission {newest['epoch']} of {run.uri}")
 
 
 @contextmanager
@@ -227,7 +174,3 @@ def _progress(config: "RunConfig") -> Iterator[tuple[Callable[[str, bool], None]
             bar.update(task, description=place, completed=done)
 
         yield listen, lambda line: bar.console.print(line, highlight=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""`python -m ratchet.cli`."""
+
+from ratchet.cli import main
+
+main()

@@ -1,0 +1,68 @@
+"""The application that verbs register with, and what several of them share."""
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet import __version__
+from ratchet.environment import set_defaults
+from ratchet.errors import NotCommittedError, RatchetError
+
+if TYPE_CHECKING:
+    from ratchet.config import RunConfig
+    from ratchet.store.run import Run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training of language models as Kubeflow Pipelines.",
+)
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or s3://bucket/prefix/run-id.")]
+StepOption = Annotated[int, typer.Option("--step", min=0, help="RL step; 0 is what precedes training.")]
+
+
+def main() -> None:
+    """Run the command line. Errors that Ratchet raises on purpose end with code 2 and their message alone."""
+    try:
+        app()
+    except RatchetError as error:
+        typer.echo(f"ratchet: {error}", err=True)
+        sys.exit(2)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    set_defaults()
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def open_run(place: str) -> "Run":
+    from ratchet.store.run import Run
+
+    root, slash, run_id = place.rstrip("/").rpartition("/")
+    run = Run(root or slash or ".", run_id)
+    if run.newest_epoch() == 0:
+        raise NotCommittedError(f"no run at {run.uri}: nobody has claimed it")
+    return run
+
+
+def newest_config(run: "Run") -> "RunConfig":
+    from ratchet.stages import measurement
+
+    return measurement.newest_config(run)
