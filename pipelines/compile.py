@@ -6,13 +6,16 @@ from pathlib import Path
 
 from kfp import compiler, dsl
 
-from pipelines.grpo.pipeline import grpo, grpo_stages
+from pipelines.grpo.pipeline import grpo, grpo_stages, grpo_steps
+from pipelines.nightly.pipeline import nightly
 from pipelines.ppo.pipeline import ppo, ppo_stages
 
 FOLDER = Path(__file__).parent
 GOLDEN: dict[Path, dsl.base_component.BaseComponent] = {
     FOLDER / "grpo" / "pipeline.yaml": grpo,
     FOLDER / "grpo" / "pipeline_stages.yaml": grpo_stages,
+    FOLDER / "grpo" / "pipeline_steps.yaml": grpo_steps,
+    FOLDER / "nightly" / "pipeline.yaml": nightly,
     FOLDER / "ppo" / "pipeline.yaml": ppo,
     FOLDER / "ppo" / "pipeline_stages.yaml": ppo_stages,
 }

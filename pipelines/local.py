@@ -34,9 +34,12 @@ def main(golden: str, *pairs: str) -> None:
     ir = next(yaml.safe_load_all(Path(golden).read_text(encoding="utf-8")))
     declared = ir["root"]["inputDefinitions"]["parameters"]
     values = dict(pair.split("=", 1) for pair in pairs)
-    is_integer = {name for name, one in declared.items() if one["parameterType"] == "NUMBER_INTEGER"}
-    arguments = {name: int(value) if name in is_integer else value for name, value in values.items()}
+    arguments = {name: _typed(value, declared[name]["parameterType"]) for name, value in values.items()}
     run_locally(Path(golden), arguments, pipeline_root=Path(os.environ.get("RATCHET_KFP_ROOT", "kfp-local")))
+
+
+def _typed(value: str, kind: str) -> Any:
+    return value if kind == "STRING" else yaml.safe_load(value)
 
 
 if __name__ == "__main__":

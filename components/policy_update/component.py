@@ -6,18 +6,30 @@ from components.images import image
 
 
 @dsl.component(base_image=image("train"), install_kfp_package=False)
-def policy_update(root: str, run_id: str, submission_id: str, step: int) -> str:
-    """Train the policy on the step and publish the next version.
+def policy_update(
+    root: str,
+    run_id: str,
+    submission_id: str,
+    step: int,
+    output_metrics: dsl.Output[dsl.Metrics],
+    output_report: dsl.Output[dsl.Markdown],
+) -> str:
+    """Update the policy with the trajectories of one RL step, and publish its next version.
 
     Args:
         root: Where runs lie: s3://bucket/prefix, or a folder that every pod sees.
-        run_id: The run's name below the root. The same name again resumes the run.
+        run_id: The run's name below the root; empty takes the submission's id. The same name again resumes the run.
         submission_id: The pipeline run that this task belongs to.
         step: The RL step, from 1.
+        output_metrics: Numbers of this task, by name.
+        output_report: What happened, for the UI.
 
     Returns:
-        Content digest of what was committed.
+        Content digest of the stage.
     """
-    from ratchet.grains import entry
+    from ratchet.grains import entry, program, tasks
 
-    return entry.stage("policy_update", root, run_id, submission_id, step)
+    task = tasks.StageTask(root=root, run_id=run_id, submission_id=submission_id, step=step)
+    return program.run(
+        "policy_update", entry.stage, task, name="policy_update", metrics=output_metrics, report=output_report
+    )

@@ -6,18 +6,26 @@ from components.images import image
 
 
 @dsl.component(base_image=image("base"), install_kfp_package=False)
-def reward(root: str, run_id: str, submission_id: str, step: int) -> str:
-    """Grade every completion of the step.
+def reward(
+    root: str,
+    run_id: str,
+    submission_id: str,
+    step: int,
+    output_metrics: dsl.Output[dsl.Metrics],
+) -> str:
+    """Grade the completions of one RL step.
 
     Args:
         root: Where runs lie: s3://bucket/prefix, or a folder that every pod sees.
-        run_id: The run's name below the root. The same name again resumes the run.
+        run_id: The run's name below the root; empty takes the submission's id. The same name again resumes the run.
         submission_id: The pipeline run that this task belongs to.
         step: The RL step, from 1.
+        output_metrics: Numbers of this task, by name.
 
     Returns:
-        Content digest of what was committed.
+        Content digest of the stage.
     """
-    from ratchet.grains import entry
+    from ratchet.grains import entry, program, tasks
 
-    return entry.stage("reward", root, run_id, submission_id, step)
+    task = tasks.StageTask(root=root, run_id=run_id, submission_id=submission_id, step=step)
+    return program.run("reward", entry.stage, task, name="reward", metrics=output_metrics)

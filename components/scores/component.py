@@ -6,18 +6,26 @@ from components.images import image
 
 
 @dsl.component(base_image=image("train"), install_kfp_package=False)
-def scores(root: str, run_id: str, submission_id: str, step: int) -> str:
-    """Score the step's rollouts under the reference or the policy, where the objective needs it.
+def scores(
+    root: str,
+    run_id: str,
+    submission_id: str,
+    step: int,
+    output_metrics: dsl.Output[dsl.Metrics],
+) -> str:
+    """Compute the log-probs of policy and reference and the values that the objective of one RL step reads.
 
     Args:
         root: Where runs lie: s3://bucket/prefix, or a folder that every pod sees.
-        run_id: The run's name below the root. The same name again resumes the run.
+        run_id: The run's name below the root; empty takes the submission's id. The same name again resumes the run.
         submission_id: The pipeline run that this task belongs to.
         step: The RL step, from 1.
+        output_metrics: Numbers of this task, by name.
 
     Returns:
-        Content digests of what was committed; empty where nothing is needed.
+        Content digests of the tables that this config needs; "" if it needs none.
     """
-    from ratchet.grains import entry
+    from ratchet.grains import entry, program, tasks
 
-    return entry.scores(root, run_id, submission_id, step)
+    task = tasks.StageTask(root=root, run_id=run_id, submission_id=submission_id, step=step)
+    return program.run("scores", entry.scores, task, metrics=output_metrics)

@@ -1,12 +1,21 @@
 """Every component's folder, discovered on disk."""
 
+import ast
+import dataclasses
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from kfp import dsl
+
+from components import readme
+from ratchet.grains import tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "components").glob("*/component.py"))
@@ -23,7 +32,9 @@ def component_of(folder: Path):  # type: ignore[no-untyped-def]
 
 
 def test_there_are_components() -> None:
-    assert {"preflight", "preprocess", "plan", "rollout", "policy_update", "segment"} <= {f.name for f in FOLDERS}
+    grains = {"segment", "step"}
+    stages = {"preflight", "preprocess", "rollout", "reward", "scores", "advantage", "policy_update", "promote"}
+    assert grains | stages <= {f.name for f in FOLDERS}
 
 
 def test_the_folder_is_complete(folder: Path) -> None:
@@ -33,22 +44,80 @@ def test_the_folder_is_complete(folder: Path) -> None:
     assert metadata["stability"] in {"experimental", "alpha", "beta", "stable"}
 
 
-def test_every_parameter_is_typed_documented_and_in_the_readme(folder: Path) -> None:
-    function = component_of(folder).python_func
-    documented = re.findall(r"^\s{4,8}(\w+): ", inspect.getdoc(function) or "", re.MULTILINE)
-    readme = re.findall(r"^\| `(\w+)` \|", (folder / "README.md").read_text(), re.MULTILINE)
-    names = list(inspect.signature(function).parameters)
-    assert documented == names
-    assert readme == names
-    assert set(function.__annotations__) == {*names, "return"}
+TASKS = {
+    "preflight": tasks.PreflightTask,
+    "preprocess": tasks.PreprocessTask,
+    "plan": tasks.PlanTask,
+    "segment": tasks.SegmentTask,
+    "step": tasks.StepTask,
+    "evaluate": tasks.EvaluateTask,
+    "checkpoint_export": tasks.ExportTask,
+    "promote": tasks.PromoteTask,
+}
+"""Component -> what it is told; the others are stages of a step."""
 
 
-def test_the_body_passes_every_parameter_on_to_the_library(folder: Path) -> None:
-    function = component_of(folder).python_func
-    source = inspect.getsource(function).rpartition('"""')[2]
-    assert "from ratchet.grains import entry" in source
-    for name in inspect.signature(function).parameters:
-        assert re.search(rf"\b{name}\b", source), name
+def told(folder: Path) -> dict[str, tuple[Any, Any, str]]:
+    """Return field -> (type, default, description) of a component's record, read from its source."""
+    record = TASKS.get(folder.name, tasks.StageTask)
+    documented: dict[str, str] = {}
+    for kind in reversed(record.__mro__[:-1]):
+        (body,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                documented[ast.unparse(field.target)] = ast.literal_eval(text.value)
+    found = {}
+    for field in dataclasses.fields(record):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = (field.type, default, documented[field.name])
+    return found
+
+
+def test_inputs_are_the_fields_of_the_typed_record(folder: Path) -> None:
+    parameters = inspect.signature(component_of(folder).python_func).parameters.values()
+    inputs = {one.name: one for one in parameters if not one.name.startswith("output_")}
+    expected = told(folder)
+    assert list(inputs) == list(expected)
+    for name, (kind, default, description) in expected.items():
+        given = inputs[name].default
+        assert inputs[name].annotation == kind, name
+        assert (dataclasses.MISSING if given is inspect.Parameter.empty else given) == default, name
+        assert readme.descriptions(folder.name)[name] == description, name
+
+
+def test_outputs_are_named_by_what_they_are(folder: Path) -> None:
+    names = {"output_metrics": dsl.Metrics, "output_report": dsl.Markdown, "output_model": dsl.Model}
+    for one in inspect.signature(component_of(folder).python_func).parameters.values():
+        if one.name.startswith("output_"):
+            assert one.annotation.__args__[0] is names[one.name]
+            assert readme.descriptions(folder.name)[one.name]
+
+
+def test_the_readme_is_what_the_interface_says(folder: Path) -> None:
+    assert (folder / "README.md").read_text() == readme.readme(folder.name)
+
+
+def test_the_body_builds_its_record_and_calls_the_library_once(folder: Path) -> None:
+    """No logic: an import, a record of every input, and one call that gets every output."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(component_of(folder).python_func))).body
+    assert isinstance(function, ast.FunctionDef)
+    _, imports, record, call = function.body
+    assert ast.unparse(imports) == "from ratchet.grains import entry, program, tasks"
+    names = list(told(folder))
+    fields = ", ".join(f"{name}={name}" for name in names)
+    kind = TASKS.get(folder.name, tasks.StageTask).__name__
+    assert ast.unparse(record) == f"task = tasks.{kind}({fields})"
+    assert ast.unparse(call).startswith(f"return program.run('{folder.name}', entry.")
+    outputs = {
+        one.removeprefix("output_"): one
+        for one in inspect.signature(component_of(folder).python_func).parameters
+        if one.startswith("output_")
+    }
+    assert isinstance(call, ast.Return)
+    assert isinstance(call.value, ast.Call)
+    handed = {one.arg: ast.unparse(one.value) for one in call.value.keywords if one.arg != "name"}
+    assert handed == outputs
 
 
 def test_the_image_is_one_of_ours(folder: Path) -> None:
@@ -63,3 +132,8 @@ def test_images_carry_the_library_version() -> None:
     from ratchet import __version__
 
     assert __version__ == VERSION
+    # What `make images` builds is what pipelines and overlays name.
+    assert f"\nTAG ?= {VERSION}\n" in (ROOT / "Makefile").read_text()
+    for overlay in (ROOT / "manifests" / "overlays").glob("*/kustomization.yaml"):
+        for image in yaml.safe_load(overlay.read_text()).get("images", []):
+            assert not image["name"].startswith("ratchet-") or image["newTag"] == VERSION, overlay

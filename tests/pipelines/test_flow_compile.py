@@ -16,6 +16,7 @@ from ratchet.config import parse_text
 from ratchet.errors import ConfigError
 from ratchet.flow.runners import find_runner
 from ratchet.grains import entry
+from ratchet.grains.tasks import PreflightTask
 from ratchet.store.run import Run
 from tests.kfp_endpoint import Requests, kfp_endpoint
 from tests.runs import write_problems
@@ -46,7 +47,9 @@ def test_a_compiled_flow_holds_its_config_as_a_parameters_default(tmp_path: Path
     path = flow.compile(tmp_path / "flow.yaml", REST)
     defaults = _defaults(path)
     assert parse_text(defaults.pop("config")) == flow.config(REST)
-    assert defaults == {"root": "s3://bucket/runs", "run_id": "qwen", "total_steps": 7, "steps_per_segment": 50}
+    said = {"root": "s3://bucket/runs", "run_id": "qwen", "total_steps": 7}
+    assert {name: defaults[name] for name in said} == said
+    assert defaults["steps_per_segment"] == 0  # what the config says
     assert json_format.ParseDict(_ir(path), pipeline_spec_pb2.PipelineSpec()).schema_version
     assert RLDataFlow.from_config(parse_text(_defaults(path)["config"])) == flow
 
@@ -61,6 +64,7 @@ def test_the_same_flow_compiles_to_the_same_bytes(tmp_path: Path) -> None:
     ("advantage", "grain", "name"),
     [
         (GRPOAdvantage(), "segment", "ratchet-grpo"),
+        (GRPOAdvantage(), "step", "ratchet-grpo-steps"),
         (GRPOAdvantage(), "stage", "ratchet-grpo-stages"),
         (GAEAdvantage(), "segment", "ratchet-ppo"),
         (GAEAdvantage(), "stage", "ratchet-ppo-stages"),
@@ -106,11 +110,12 @@ def test_what_a_pod_reads_from_the_parameter_is_the_flow(tmp_path: Path, tiny_mo
     reward = tmp_path / "reward.py"
     reward.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n")
     flow = _flow(rollout=HFRollout(str(tiny_model), n=2), reward=CustomReward(str(reward), "score"))
-    rest = {"data": {"train_files": str(write_problems(tmp_path / "p.jsonl")), "train_batch_size": 2}}
+    data = {"train_files": str(write_problems(tmp_path / "p.jsonl")), "train_batch_size": 2, "max_response_length": 8}
+    rest = {"data": data}
     text = _defaults(flow.compile(tmp_path / "flow.yaml", rest))["config"]
     expected = flow.config(rest)
     reward.unlink()
-    entry.preflight(str(tmp_path), "run", "job", text, [])
+    entry.preflight(PreflightTask(root=str(tmp_path), run_id="run", submission_id="job", config=text))
     submitted = Run(str(tmp_path), "run").submission(1)["config"]
     assert submitted == json.loads(expected.model_dump_json())
 
@@ -133,8 +138,16 @@ def test_submit_starts_a_run_of_the_compiled_flow(endpoint: tuple[str, Requests]
     body = next(body for method, path, body in seen if method == "POST" and "/runs" in path)
     assert body["display_name"] == "qwen-2"
     assert body["runtime_config"]["parameters"] == {"root": "s3://bucket/runs", "run_id": "qwen-2"}
-    declared = body["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+    declared = body["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
     assert parse_text(declared["config"]["defaultValue"]) == flow.config(REST)
+
+
+def test_a_flow_that_is_worked_on_is_not_started_again(endpoint: tuple[str, Requests]) -> None:
+    host, seen = endpoint
+    first, again = (_flow().submit(REST, host=host) for _ in range(2))
+    assert (first.what, again.what, again.pipeline_run_id) == ("started", "active", "r-1")
+    assert _flow().submit(REST, host=host, force=True).pipeline_run_id == "r-2"
+    assert len([path for method, path, _ in seen if method == "POST" and path.endswith("/runs")]) == 2
 
 
 def test_the_endpoint_may_come_from_the_environment(

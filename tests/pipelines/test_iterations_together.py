@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.grains import entry
+from ratchet.grains.tasks import PreflightTask, PreprocessTask
 from ratchet.store.run import POLICY_UPDATE, Run
 from tests.runs import tiny_config, train_in_a_process, write_problems
 
@@ -18,7 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def start_segment(root: str, step: int) -> subprocess.Popen[bytes]:
-    program = f"from ratchet.grains import entry; entry.segment({root!r}, 'together', 'job', {step})"
+    task = f"SegmentTask(root={root!r}, run_id='together', submission_id='job', start={step})"
+    imports = "from ratchet.grains import entry, program; from ratchet.grains.tasks import SegmentTask"
+    program = f"{imports}; program.run('segment', entry.segment, {task})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -33,8 +36,9 @@ def test_four_iterations_started_together_leave_a_run_that_finishes(tiny_model: 
     config = tiny_config(tiny_model, write_problems(tmp_path / "train.jsonl", 4))
     text, root = config.model_dump_json(), str(tmp_path / "runs")
     overrides = [f"trainer.total_training_steps={STEPS}", "trainer.steps_per_segment=1"]
-    entry.preflight(root, "together", "job", text, overrides)
-    entry.preprocess(root, "together", "job")
+    at = {"root": root, "run_id": "together", "submission_id": "job"}
+    entry.preflight(PreflightTask(**at, config=text, total_steps=STEPS, steps_per_segment=1))
+    entry.preprocess(PreprocessTask(**at))
     for process in [start_segment(root, step) for step in range(1, STEPS + 1)]:
         process.wait()
     run = Run(root, "together")

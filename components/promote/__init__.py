@@ -1,0 +1,3 @@
+from components.promote.component import promote
+
+__all__ = ["promote"]

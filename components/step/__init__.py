@@ -1,0 +1,3 @@
+from components.step.component import step
+
+__all__ = ["step"]

@@ -1,0 +1,33 @@
+"""Interface of the component step; the work is in ratchet.grains.entry."""
+
+from kfp import dsl
+
+from components.images import image
+
+
+@dsl.component(base_image=image("segment"), install_kfp_package=False)
+def step(
+    root: str,
+    run_id: str,
+    submission_id: str,
+    step: int,
+    output_metrics: dsl.Output[dsl.Metrics],
+    output_report: dsl.Output[dsl.Markdown],
+) -> str:
+    """Run every stage of one RL step in one process.
+
+    Args:
+        root: Where runs lie: s3://bucket/prefix, or a folder that every pod sees.
+        run_id: The run's name below the root; empty takes the submission's id. The same name again resumes the run.
+        submission_id: The pipeline run that this task belongs to.
+        step: The RL step, from 1.
+        output_metrics: Numbers of this task, by name.
+        output_report: What happened, for the UI.
+
+    Returns:
+        Content digest of the step's policy update.
+    """
+    from ratchet.grains import entry, program, tasks
+
+    task = tasks.StepTask(root=root, run_id=run_id, submission_id=submission_id, step=step)
+    return program.run("step", entry.step, task, metrics=output_metrics, report=output_report)
