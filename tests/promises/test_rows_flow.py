@@ -82,7 +82,8 @@ def test_row_01_the_same_flow_is_written_as_a_pipeline_and_started_on_a_cluster(
         started = flow.submit(host=url, root="s3://bucket/runs", run_id="first")
     assert started.run == "s3://bucket/runs/first"
     (sent,) = [body for method, place, body in seen if method == "POST" and "/runs" in place]
-    assert sent["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["config"]["defaultValue"] == embedded
+    root = sent["pipeline_spec"]["pipeline_spec"]["root"]
+    assert root["inputDefinitions"]["parameters"]["config"]["defaultValue"] == embedded
 
 
 def test_row_02_parts_have_names_and_a_printed_flow_shows_parts_config_and_graph() -> None:
