@@ -4,9 +4,8 @@ Trap: object storage is often reachable from the pods only. What cannot be seen 
 first task of every pipeline, asks again.
 """
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -184,7 +183,7 @@ def is_complete(ordered: Order) -> bool:
     from ratchet.grains.loop import is_finished
     from ratchet.stages.settings import total_steps
     from ratchet.store import layout
-    from ratchet.store.run import Run
+    from ratchet.store.run import Run, check_same
 
     try:
         run = Run(ordered.root, ordered.run_id)
@@ -196,35 +195,13 @@ def is_complete(ordered: Order) -> bool:
     except (RatchetError, OSError) as error:
         logger.info("cannot see from here whether %s/%s is complete: %s", ordered.root, ordered.run_id, error)
         return False
-    _check_same(run.uri, existing, config)
+    check_same(run.uri, existing, semantic(config))
     if last > total:
         raise ConfigError(
             f"run {run.uri} has committed {last} steps, and this submission asks for {total} in all; a run may grow, "
             "never shrink: raise total_steps (trainer.total_training_steps), or use another run id"
         )
     return is_done
-
-
-def _check_same(place: str, existing: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse to go on with a run under another config, with every key that differs."""
-    # As JSON, since that is what the run holds.
-    old, new = (dict(_leaves(json.loads(json.dumps(one)))) for one in (existing, semantic(config)))
-    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    if differing:
-        # A key that a config leaves out has its default there.
-        lines = "\n".join(
-            f"  {key}: the run has {old.get(key, 'its default')}, this submission {new.get(key, 'its default')}"
-            for key in differing
-        )
-        raise ConfigError(f"run {place} exists with another configuration:\n{lines}\nUse another run id.")
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _stated(config: RunConfig | None, package: Package, is_named: bool) -> dict[str, Any]:

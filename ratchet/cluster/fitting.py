@@ -12,7 +12,7 @@ from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ratchet.cluster.records import Node
+from ratchet.cluster.records import Node, is_accelerator, shown_taint
 
 _UNITS = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _QUANTITY = re.compile(r"([+-]?[0-9.]+)(?:([EPTGMK])i|([numkMGTPE]?)|[eE]([+-]?[0-9]+))")
@@ -131,7 +131,7 @@ def _about_resource(ready: Sequence[Node], resource: str, place: str) -> str:
         return f"{place}.node_selector leaves out every node with {resource} ({others}): correct one of the two"
     totals: dict[str, int] = {}
     for node in ready:
-        for name in filter(_is_accelerator, node.allocatable):
+        for name in filter(is_accelerator, node.allocatable):
             totals[name] = totals.get(name, 0) + int(_amount(node, name))
     there = ", ".join(f"{name} ({total})" for name, total in sorted(totals.items()) if total) or "no accelerators"
     return f"expected a node with {resource}, got none; the cluster has {there}: correct {place}.accelerator_type"
@@ -140,7 +140,7 @@ def _about_resource(ready: Sequence[Node], resource: str, place: str) -> str:
 def _about_taints(nodes: Sequence[Node], tolerations: Sequence[Mapping[str, Any]], place: str) -> Misfit:
     nearest = min(nodes, key=lambda node: len(_taints(node, tolerations)))
     taints = _taints(nearest, tolerations)
-    shown = ", ".join(f"{one['key']}{'=' if one['value'] else ''}{one['value']}:{one['effect']}" for one in taints)
+    shown = ", ".join(map(shown_taint, taints))
     needed = ", ".join(
         f"{{key: {one['key']}, {'value: ' + one['value'] if one['value'] else 'operator: Exists'}, "
         f"effect: {one['effect']}}}"
@@ -158,11 +158,6 @@ def _about_amounts(nodes: Sequence[Node], request: Request, place: str) -> str:
     said = ", ".join(f"{asked[name]} {name} (it has {nearest.allocatable.get(name, '0')})" for name in missing)
     keys = ", ".join(f"{place}.{_KEYS.get(name, 'accelerator_count')}" for name in missing)
     return f"no node is large enough: of the nearest, {nearest.name}, the pod would need {said}; lower {keys}"
-
-
-def _is_accelerator(resource: str) -> bool:
-    """Device plugins name their resources with a domain of their own."""
-    return "/" in resource and not resource.startswith("kubernetes.io/")
 
 
 def _counted(values: Iterable[str]) -> str:

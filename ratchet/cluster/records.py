@@ -186,6 +186,16 @@ def _container(status: Mapping[str, Any], *, is_init: bool) -> ContainerState:
     )
 
 
+def is_accelerator(resource: str) -> bool:
+    """Whether a resource is a device plugin's: these have a domain, Kubernetes' own have none."""
+    return "/" in resource and not resource.startswith("kubernetes.io/")
+
+
+def shown_taint(taint: Mapping[str, str]) -> str:
+    """Return a taint as kubectl writes it: key=value:effect, or key:effect."""
+    return f"{taint['key']}{'=' if taint['value'] else ''}{taint['value']}:{taint['effect']}"
+
+
 def task_of_node(node_name: str) -> tuple[str, bool]:
     """Return the task and whether this is its driver: `wf.root(0).plan(0).executor(0)`, `wf.root.plan-driver`."""
     parts = [_COUNTER.sub("", part) for part in node_name.split(".")]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ratchet.cluster import messages
 from ratchet.cluster.causes import Cause, shorten
-from ratchet.cluster.records import Node
+from ratchet.cluster.records import Node, is_accelerator, shown_taint
 
 _AGAIN = "terminate the run and submit it again"
 _SYSTEM = ("node.kubernetes.io/", "node-role.kubernetes.io/")
@@ -26,7 +26,7 @@ def read(text: str, *, place: str, namespace: str, nodes: Sequence[Node]) -> Cau
     message, key = shorten(text), messages.keys(place)
     short = sorted(set(re.findall(r"Insufficient ([\w./-]*\w)", message)))
     has_taints = "taint" in message
-    accelerator = next(filter(_is_accelerator, short), None)
+    accelerator = next(filter(is_accelerator, short), None)
     if accelerator is not None:
         return Cause("accelerator", message, _about_accelerator(accelerator, key, nodes, has_taints))
     other = messages.read(message, place=place, namespace=namespace)
@@ -65,7 +65,7 @@ def _about_accelerator(resource: str, key: dict[str, str], nodes: Sequence[Node]
         )
     having = [node for node in nodes if node.is_ready and not node.is_cordoned and _amount(node, resource) > 0]
     if not having:
-        known = sorted({name for node in nodes for name in node.allocatable if _is_accelerator(name)})
+        known = sorted({name for node in nodes for name in node.allocatable if is_accelerator(name)})
         return (
             f"no node has {resource} (the cluster has {', '.join(known) or 'no accelerators'}): add one, or correct "
             f"{key['accelerator_type']}, {_AGAIN}"
@@ -79,11 +79,6 @@ def _about_accelerator(resource: str, key: dict[str, str], nodes: Sequence[Node]
     )
 
 
-def _is_accelerator(resource: str) -> bool:
-    """Device plugins name their resources with a domain; Kubernetes' own have none."""
-    return "/" in resource and not resource.startswith("kubernetes.io/")
-
-
 def _amount(node: Node, resource: str) -> int:
     text = node.allocatable.get(resource, "0")
     return int(text) if text.isdecimal() else 0
@@ -91,7 +86,7 @@ def _amount(node: Node, resource: str) -> int:
 
 def _taints(nodes: Sequence[Node]) -> str:
     found = {
-        f"{taint['key']}{'=' if taint['value'] else ''}{taint['value']}:{taint['effect']}"
+        shown_taint(taint)
         for node in nodes
         for taint in node.taints
         if taint["effect"] in ("NoSchedule", "NoExecute") and not taint["key"].startswith(_SYSTEM)

@@ -57,7 +57,6 @@ def preflight(task: PreflightTask, *, report: Output | None = None) -> tuple[Any
     config = placement.with_images(_config(task, run, is_old), task.images)
     where = tuple(placement.kfp_values(config.device_map.evaluate).values())
     decision, why = _decide(task, run, is_old, config)
-    findings = []
     if decision == TRAIN:
         findings = checks.check(config, root=task.root, run_id=task.name, facts=_facts(task, config))
         table = checks.report_markdown(findings)
@@ -295,7 +294,7 @@ def _from_champion(config: RunConfig, task: PreflightTask, run: Run, is_old: boo
 def _decide(task: PreflightTask, run: Run, is_old: bool, config: RunConfig) -> tuple[str, str]:
     """Return the decision and the reason for it."""
     if is_old:
-        run.create_or_check(semantic(config))
+        run.check(semantic(config))
         if loop.is_finished(run, config):
             return FINISHED, f"run {run.uri} is complete with {run.last_step()} steps: there is nothing to do"
     elif task.from_champion:

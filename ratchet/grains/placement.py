@@ -68,8 +68,7 @@ def with_images(config: RunConfig, images: Mapping[str, str]) -> RunConfig:
     """Return the config with `images` (entry of device_map -> reference) where it names none."""
     filled = {
         stage: placement.model_copy(update={"image": placement.image or images.get(stage, "")})
-        for stage in type(config.device_map).model_fields
-        if (placement := getattr(config.device_map, stage)) is not None
+        for stage, placement in config.device_map
     }
     return config.model_copy(update={"device_map": config.device_map.model_copy(update=filled)})
 

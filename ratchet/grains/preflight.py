@@ -99,7 +99,7 @@ def _resumed(run: Run, config: RunConfig, facts: PipelineFacts, is_old: bool) ->
         if not is_own:
             check_resumes(run, config, is_old)
         if is_old:
-            run.create_or_check(semantic(config))
+            run.check(semantic(config))
     except StoreUnavailableError:
         raise
     except (ConfigError, StoreError) as error:

@@ -69,14 +69,12 @@ class Run:
                 )
             logger.info("created run %s", self.uri)
             return True
-        existing = self.semantic()
-        differences = _differences(existing, json.loads(canonical_json(semantic)))
-        if differences:
-            lines = "\n".join(
-                f"  {key}: the run has {_shown(old)}, this submission {_shown(new)}" for key, old, new in differences
-            )
-            raise ConfigError(f"run {self.uri} exists with another configuration:\n{lines}\nUse another run id.")
+        self.check(semantic)
         return False
+
+    def check(self, semantic: Mapping[str, Any]) -> None:
+        """Check that the run, which exists, has the same semantic config; a difference is a ConfigError."""
+        check_same(self.uri, self.semantic(), semantic)
 
     def semantic(self) -> dict[str, Any]:
         """Return the semantic config that the run was created with."""
@@ -241,6 +239,16 @@ class Run:
             self._manifests[key] = manifest
             while len(self._manifests) > _MANIFESTS_IN_MEMORY:
                 del self._manifests[next(iter(self._manifests))]
+
+
+def check_same(place: str, existing: Mapping[str, Any], semantic: Mapping[str, Any]) -> None:
+    """Refuse a semantic config that is not the `existing` one of the run at `place`; every key is named with both."""
+    differences = _differences(existing, json.loads(canonical_json(semantic)))
+    if differences:
+        lines = "\n".join(
+            f"  {key}: the run has {_shown(old)}, this submission {_shown(new)}" for key, old, new in differences
+        )
+        raise ConfigError(f"run {place} exists with another configuration:\n{lines}\nUse another run id.")
 
 
 def _shown(value: Any) -> str:
