@@ -48,6 +48,7 @@ def describe_folder(folder: str, source: Path) -> Artifact:
 
 def read_bytes(store: ObjectStore, artifact: Artifact) -> list[bytes]:
     """Return the files' bytes in order; a StoreError names the file whose bytes are not the committed ones."""
+    _check_whole(store, artifact)
     contents = []
     for entry in artifact.files:
         data = store.get(f"{artifact.folder}/{entry.path}")
@@ -58,6 +59,7 @@ def read_bytes(store: ObjectStore, artifact: Artifact) -> list[bytes]:
 
 def read_folder(store: ObjectStore, artifact: Artifact, target: Path) -> None:
     """Copy the artifact's files below the local folder `target`, checking every digest."""
+    _check_whole(store, artifact)
     # One file is hashed while the next one is under way.
     with ThreadPoolExecutor(1) as hasher:
         digests = []
@@ -70,14 +72,16 @@ def read_folder(store: ObjectStore, artifact: Artifact, target: Path) -> None:
 
 
 def is_present(store: ObjectStore, artifact: Artifact) -> bool:
-    """Whether every file is there with its size; retention may have deleted them."""
-    return all(store.size(f"{artifact.folder}/{entry.path}") == entry.bytes for entry in artifact.files)
+    """Whether every stored file is there with its size; retention may have deleted them. Of a delta, not its base."""
+    folder, entries = artifact.stored
+    return all(store.size(f"{folder}/{entry.path}") == entry.bytes for entry in entries)
 
 
 def delete(store: ObjectStore, artifact: Artifact) -> None:
-    """Delete the artifact's files."""
-    for entry in artifact.files:
-        store.delete(f"{artifact.folder}/{entry.path}")
+    """Delete the artifact's stored files; deltas that build on them can then be read no more."""
+    folder, entries = artifact.stored
+    for entry in entries:
+        store.delete(f"{folder}/{entry.path}")
 
 
 @contextmanager
@@ -88,6 +92,14 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_whole(store: ObjectStore, artifact: Artifact) -> None:
+    if artifact.delta is not None:
+        raise StoreError(
+            f"{store.uri}/{artifact.folder} holds only what changed since step {artifact.delta.step}: "
+            "expected an artifact that is stored whole (`ratchet.store.weights` reads both)"
+        )
 
 
 def _check(store: ObjectStore, artifact: Artifact, entry: FileEntry, sha256: str) -> None:

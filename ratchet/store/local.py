@@ -44,7 +44,7 @@ class LocalStore(ObjectStore):
             file.seek(start)
             return file.read(length)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         with self._errors("write", key), self._temporary(key) as temporary:
             _write_durably(temporary, data)
             _replace_durably(temporary, self.path(key))
@@ -149,7 +149,7 @@ def _raise_unless_missing(error: OSError) -> None:
         raise error
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def _write_durably(path: Path, data: bytes | memoryview) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -10,9 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import StoreError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
 
@@ -28,6 +31,20 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What is stored of an artifact that is kept as its difference from an earlier one."""
+
+    base: str
+    """Digest of the artifact that it builds on."""
+    step: int
+    """Whose artifact that is, of the same stage and role."""
+    folder: str
+    """Key of the folder, relative to the run."""
+    files: tuple[FileEntry, ...]
+    """`<path>.delta` (`ratchet.store.deltas`) of every file that changed; the others are the base's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Artifact:
     """Files that one attempt wrote under one role."""
 
@@ -36,6 +53,13 @@ class Artifact:
     files: tuple[FileEntry, ...]
     rows: int | None = None
     """Rows of the table, or None if it is none."""
+    delta: Delta | None = None
+    """Where it is set, `files` are not stored but made of the base's: `ratchet.store.weights` reads them."""
+
+    @property
+    def stored(self) -> tuple[str, tuple[FileEntry, ...]]:
+        """Folder and entries of what lies in storage."""
+        return (self.folder, self.files) if self.delta is None else (self.delta.folder, self.delta.files)
 
     @property
     def digest(self) -> str:
@@ -95,6 +119,39 @@ class Manifest:
     provenance: Provenance
 
     @property
+    def stage(self) -> str:
+        """The stage that this is the commit point of."""
+        return self.content.stage
+
+    @property
+    def step(self) -> int | None:
+        """Its step; None for a stage that belongs to none."""
+        return self.content.step
+
+    @property
+    def policy_version(self) -> int | None:
+        """See `Content.policy_version`."""
+        return self.content.policy_version
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `Provenance.metrics`."""
+        return self.provenance.metrics
+
+    @property
+    def seconds(self) -> float:
+        """How long the stage took."""
+        return self.provenance.ended - self.provenance.started
+
+    def committed(self) -> "Manifest":
+        """Return the published manifest: this one, or for one that is under way, what it becomes."""
+        return self
+
+    def has(self, role: str) -> bool:
+        """Whether the stage has an output of that role."""
+        return role in self.content.outputs
+
+    @property
     def content_digest(self) -> str:
         """sha256 of the content alone."""
         return digest_of(asdict(self.content))
@@ -114,7 +171,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the manifest's bytes: canonical, so that reading and writing again changes nothing."""
-        content, provenance = asdict(self.content), asdict(self.provenance)
+        content, provenance = as_record(self.content), as_record(self.provenance)
         return canonical_json({"format": FORMAT, "content": content, "provenance": provenance})
 
     @classmethod
@@ -140,6 +197,13 @@ class Manifest:
         return manifest
 
 
+def as_record(value: "DataclassInstance") -> dict[str, Any]:
+    """Return the dataclass as JSON keeps it: `delta` is there only where it is set, as before there were any."""
+    return asdict(
+        value, dict_factory=lambda items: {key: item for key, item in items if (key, item) != ("delta", None)}
+    )
+
+
 def canonical_json(value: Any) -> bytes:
     """Return JSON with sorted keys and no spaces; equal values give equal bytes. NaN and infinity raise ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
@@ -163,4 +227,11 @@ def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _artifact(raw: dict[str, Any]) -> Artifact:
-    return Artifact(folder=raw["folder"], files=tuple(FileEntry(**entry) for entry in raw["files"]), rows=raw["rows"])
+    delta = raw.get("delta")
+    if delta is not None:
+        delta = Delta(base=delta["base"], step=delta["step"], folder=delta["folder"], files=_files(delta["files"]))
+    return Artifact(folder=raw["folder"], files=_files(raw["files"]), rows=raw["rows"], delta=delta)
+
+
+def _files(raw: list[dict[str, Any]]) -> tuple[FileEntry, ...]:
+    return tuple(FileEntry(**entry) for entry in raw)

@@ -47,7 +47,7 @@ class ObjectStore(Protocol):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Return `length` bytes from `start`; fewer at the object's end, none beyond it."""
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Write the object, replacing one that exists. Readers see the old bytes or the new, never a mixture."""
 
     def put_create(self, key: str, data: bytes) -> bool:

@@ -5,12 +5,12 @@ digest, and whoever finds a difference prepares the prompts anew and replaces th
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ratchet.errors import StoreError
 from ratchet.store import layout
 from ratchet.store.artifacts import read_bytes
-from ratchet.store.manifest import Artifact, FileEntry, canonical_json
+from ratchet.store.manifest import Artifact, FileEntry, as_record, canonical_json
 from ratchet.store.objects import ObjectNotFoundError, ObjectStore, open_store
 
 FORMAT = 1
@@ -62,7 +62,7 @@ def record(root: str, key: str, prepared: PreparedPrompts, *, replace: bool = Fa
     store, name = _open(root), layout.prepared(key)
     if replace:
         store.delete(name)
-    return store.put_create(name, canonical_json({"format": FORMAT, **asdict(prepared)}))
+    return store.put_create(name, canonical_json({"format": FORMAT, **as_record(prepared)}))
 
 
 def _open(root: str) -> ObjectStore:

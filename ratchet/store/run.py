@@ -18,6 +18,7 @@ from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError, 
 from ratchet.store import layout
 from ratchet.store.manifest import Manifest, canonical_json
 from ratchet.store.objects import ObjectNotFoundError, ObjectStore, open_store
+from ratchet.store.pending import PendingManifest
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Run:
         self.owner: Owner | None = None
         self._manifests: dict[str, Manifest] = {}
         self._manifests_lock = threading.Lock()
+        self._pending: dict[str, PendingManifest] = {}
+        self._own_from: int | None = None
 
     @property
     def uri(self) -> str:
@@ -161,10 +164,15 @@ class Run:
     # -- the chain ---------------------------------------------------------------------------------------------------
 
     def manifest(self, stage: str, step: int | None) -> Manifest | None:
-        """Return a stage's manifest, or None if it is not committed."""
+        """Return a stage's manifest, or None if it is not committed.
+
+        One whose commit this process has under way is returned as it is (`expect`).
+        """
         key = layout.manifest(stage, step)
-        manifest = self._manifests.get(key)
+        manifest = self._pending.get(key) or self._manifests.get(key)
         if manifest is None:
+            if self._own_from is not None and step is not None and step >= self._own_from:
+                return None
             try:
                 manifest = Manifest.from_json(self.store.get(key), key=f"{self.uri}/{key}")
             except ObjectNotFoundError:
@@ -199,13 +207,27 @@ class Run:
                     f"while attempt {manifest.provenance.attempt} was at it"
                 )
         self._remember(key, manifest)
+        self._pending.pop(key, None)
         logger.info("committed %s", layout.stage_folder(manifest.content.stage, manifest.content.step))
         return manifest
+
+    def expect(self, pending: PendingManifest) -> None:
+        """Count a stage as made whose commit is under way: this process may build on it."""
+        self._pending[layout.manifest(pending.stage, pending.step)] = pending
+
+    def assume_own_from(self, step: int | None) -> None:
+        """Ask storage for no manifest of `step` or later that is not known; None asks again.
+
+        For a process that alone makes these steps. If another one does, the commit will tell.
+        """
+        self._own_from = step
 
     def forget(self) -> None:
         """Drop every manifest held in memory, to read the chain again."""
         with self._manifests_lock:
             self._manifests.clear()
+        self._pending.clear()
+        self._own_from = None
 
     def steps(self) -> list[int]:
         """Return every step that has a folder, in order; the last ones may be unfinished."""
@@ -238,7 +260,10 @@ class Run:
         with self._manifests_lock:
             self._manifests[key] = manifest
             while len(self._manifests) > _MANIFESTS_IN_MEMORY:
-                del self._manifests[next(iter(self._manifests))]
+                dropped = self._manifests.pop(next(iter(self._manifests)))
+                if self._own_from is not None and dropped.step is not None:
+                    # It is no longer known here; that it is committed, storage still says.
+                    self._own_from = max(self._own_from, dropped.step + 1)
 
 
 def check_same(place: str, existing: Mapping[str, Any], semantic: Mapping[str, Any]) -> None:

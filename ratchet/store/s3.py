@@ -6,6 +6,7 @@ is answered without a body, so that a missing object and a missing bucket look t
 """
 
 import copy
+import io
 import os
 import random
 import threading
@@ -94,9 +95,12 @@ class S3Store(ObjectStore):
                     return b""
                 raise
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         with self._errors("write", key):
-            self._client.put_object(Bucket=self.bucket, Key=self._name(key), Body=data)
+            if len(data) >= _PART_BYTES:
+                self._client.upload_fileobj(io.BytesIO(data), self.bucket, self._name(key), Config=TRANSFER)
+            else:
+                self._client.put_object(Bucket=self.bucket, Key=self._name(key), Body=bytes(data))
 
     def put_create(self, key: str, data: bytes) -> bool:
         with self._errors("write", key):

@@ -7,6 +7,7 @@ import pytest
 
 from ratchet.errors import StoreError
 from ratchet.store import ObjectNotFoundError, ObjectStore, artifacts
+from ratchet.store.manifest import Delta
 
 
 def test_a_folder_comes_back_with_its_digests(store: ObjectStore, tmp_path: Path) -> None:
@@ -51,6 +52,22 @@ def test_a_damaged_part_is_found_and_named(store: ObjectStore, tmp_path: Path) -
     assert artifacts.is_present(store, artifact)
     store.put("a/part-00001", b"longer")
     assert not artifacts.is_present(store, artifact)
+
+
+def test_of_a_delta_only_what_is_stored_counts_and_it_is_not_read_as_a_whole(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    base = artifacts.write_bytes(store, "step-1", {"x": b"1", "y": b"2"})
+    stored = artifacts.write_bytes(store, "step-2", {"x.delta": b"what changed"})
+    later = replace(base, folder="step-2", delta=Delta(base=base.digest, step=1, folder="step-2", files=stored.files))
+    assert artifacts.is_present(store, later)
+    with pytest.raises(StoreError, match="step-2 holds only what changed since step 1: expected an artifact"):
+        artifacts.read_folder(store, later, tmp_path)
+    with pytest.raises(StoreError, match="step-2 holds only what changed"):
+        artifacts.read_bytes(store, later)
+    artifacts.delete(store, later)
+    assert not artifacts.is_present(store, later)
+    assert artifacts.is_present(store, base)
 
 
 def test_a_file_entry_cannot_lead_out_of_the_target(store: ObjectStore, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.errors import StoreError
-from ratchet.store.manifest import Artifact, FileEntry, Manifest, canonical_json, digest_of, finite_metrics
+from ratchet.store.manifest import Artifact, Delta, FileEntry, Manifest, canonical_json, digest_of, finite_metrics
 from tests.ratchet.store.records import make_manifest
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -41,6 +41,23 @@ def test_the_trainers_state_and_a_table_without_rows_survive() -> None:
     state = Artifact(folder="f", files=(FileEntry(path="a", bytes=1, sha256="0"),))
     manifest = make_manifest(step=1, stage="policy_update", trainer_state=state)
     assert Manifest.from_json(manifest.to_json(), key="k").provenance.trainer_state == state
+
+
+def test_a_delta_survives_and_changes_neither_the_digest_nor_the_bytes_of_manifests_without_one() -> None:
+    whole = Artifact(folder="f", files=(FileEntry(path="a", bytes=1, sha256="0"),))
+    delta = Delta(base="b", step=2, folder="g", files=(FileEntry(path="a.delta", bytes=5, sha256="1"),))
+    manifest = make_manifest(step=3, stage="policy_update", artifacts={"policy": replace(whole, delta=delta)})
+    data = manifest.to_json()
+    assert Manifest.from_json(data, key="k") == manifest
+    expected = {"base": "b", "step": 2, "folder": "g", "files": [{"path": "a.delta", "bytes": 5, "sha256": "1"}]}
+    assert json.loads(data)["provenance"]["artifacts"]["policy"]["delta"] == expected
+    assert manifest.output("policy").digest == whole.digest
+    assert manifest.output("policy").stored == ("g", delta.files)
+    without = make_manifest(step=3, stage="policy_update", artifacts={"policy": whole}, trainer_state=whole)
+    as_before = b'{"files":[{"bytes":1,"path":"a","sha256":"0"}],"folder":"f","rows":null}'
+    assert b'"artifacts":{"policy":' + as_before + b"}" in without.to_json()
+    assert b'"trainer_state":' + as_before in without.to_json()
+    assert whole.stored == ("f", whole.files)
 
 
 def test_the_content_digest_does_not_depend_on_how_it_was_made() -> None:
@@ -91,6 +108,15 @@ def test_another_format_is_named() -> None:
         Manifest.from_json(canonical_json({**raw, "format": 99}), key="k/manifest.json")
 
 
+DELTA: dict[str, Any] = {"base": "b", "step": 2, "folder": "g", "files": []}
+WRONG_DELTAS: list[Any] = [{}, {"base": "b"}, 3, [], {**DELTA, "more": 1}, {**DELTA, "files": [3]}]
+
+
+def with_delta(raw: dict[str, Any], delta: Any) -> bytes:
+    artifact = {**raw["provenance"]["artifacts"]["rewards"], "delta": delta}
+    return canonical_json({**raw, "provenance": {**raw["provenance"], "artifacts": {"rewards": artifact}}})
+
+
 def damaged() -> list[bytes]:
     data = make_manifest(step=1, stage="reward", metrics={"x": 1.0}).to_json()
     raw = json.loads(data)
@@ -110,6 +136,8 @@ def damaged() -> list[bytes]:
         canonical_json({**raw, "more": 1}),
         canonical_json({"format": 1, "content": raw["content"]}),
         canonical_json({**raw, "content": {**raw["content"], "colour": "red"}}),
+        *(with_delta(raw, delta) for delta in WRONG_DELTAS),
+        data.replace(b'"rows":1', b'"delta":null,"rows":1'),
         canonical_json({**raw, "provenance": {**raw["provenance"], "artifacts": []}}),
         canonical_json({**raw, "provenance": {**raw["provenance"], "artifacts": {"rewards": 3}}}),
     ]

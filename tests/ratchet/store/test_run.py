@@ -313,6 +313,20 @@ def test_a_long_run_keeps_only_so_many_manifests_in_memory(run: Run, monkeypatch
     assert len(run._manifests) == 3
 
 
+def test_what_a_long_segment_has_committed_is_found_when_memory_has_dropped_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "_MANIFESTS_IN_MEMORY", 2)
+    run.assume_own_from(1)
+    for step in range(1, 5):
+        assert run.manifest("rollout", step) is None
+        commit(run, step, "rollout")
+    assert [run.require("rollout", step).step for step in range(1, 5)] == [1, 2, 3, 4]
+    # Nobody is asked for what comes next.
+    monkeypatch.setattr(run, "store", None)
+    assert run.manifest("rollout", 5) is None
+
+
 def test_threads_may_read_while_another_forgets(run: Run) -> None:
     commit(run, 1, "rollout")
     failures: list[BaseException] = []
