@@ -51,6 +51,8 @@ class SampleRequest:
     """Token ids exactly as the policy sees them; nothing is prepended."""
     seed: int
     """0 <= seed < 2**63, derived from (seed, step, prompt_id, sample_index)."""
+    with_log_probs: bool = True
+    """Whether this request's log-probs are wanted, where `SamplingParams.with_log_probs` wants any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,18 @@ class Sampler(Protocol):
         A tied output embedding may be missing. An unknown name or a wrong shape raises EngineError.
         """
 
+    def fingerprint(self) -> int | None:
+        """The number (see `engines.fingerprint`) of the weights as the engine holds them, None if it cannot say."""
+
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of `token_ids[1:]`, each given those before it: nats, temperature 1, no truncation.
+
+        Raises EngineError where the context has no room for one token more.
+        """
+
+    def sleep(self) -> None:
+        """Give back what memory it can until the next call, which wakes it; a no-op where there is nothing to give."""
+
     def close(self) -> None:
         """Give the memory back; the sampler is not usable afterwards."""
 
@@ -105,3 +119,9 @@ def check_requests(
             )
         if not 0 <= request.seed < 1 << 63:
             raise EngineError(f"request {index} has seed {request.seed}, expected 0 <= seed < 2**63")
+
+
+def check_prompt(token_ids: Sequence[int], *, vocab_size: int, context_length: int | None) -> None:
+    """Raise EngineError unless `prompt_log_probs` can score `token_ids`: as a prompt with one token after it."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    check_requests([SampleRequest(token_ids, seed=0)], params, vocab_size=vocab_size, context_length=context_length)

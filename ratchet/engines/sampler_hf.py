@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ratchet.engines.fingerprint import fingerprint
 from ratchet.engines.gumbel import sample_tokens
 from ratchet.engines.kv_cache import KVCache, use_decode_attention
 from ratchet.engines.model import (
@@ -25,7 +26,7 @@ from ratchet.engines.model import (
     load_tokenizer,
     torch_device,
 )
-from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams, check_requests
+from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams, check_prompt, check_requests
 from ratchet.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,19 @@ class HFSampler:
             raise EngineError("the sampler is closed")
         return self._model
 
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
         """Draw one completion for each request, in the order of the requests."""
-        vocab_size = int(self.model.config.get_text_config().vocab_size)
-        check_requests(requests, params, vocab_size=vocab_size, context_length=self._context)
+        check_requests(requests, params, vocab_size=self._vocab_size, context_length=self._context)
         completions: list[Completion | None] = [None] * len(requests)
         for wave in _waves(requests, self._max_num_seqs):
             for row in self._sample_wave(requests, wave, params):
                 completions[row.index] = Completion(
                     token_ids=row.token_ids,
-                    log_probs=row.log_probs if params.with_log_probs else None,
+                    log_probs=row.log_probs if params.with_log_probs and requests[row.index].with_log_probs else None,
                     text=decode(self._tokenizer, row.token_ids),
                     finish_reason="stop" if row.stopped else "length",
                 )
@@ -128,6 +132,22 @@ class HFSampler:
         layout, own = WeightLayout.of_model(self.model), self.model.state_dict()
         for name, tensor in check_weights(weights, layout.shapes, layout.tied).items():
             own[name].copy_(tensor)
+
+    def fingerprint(self) -> int:
+        """The fingerprint of the weights. See `Sampler.fingerprint`."""
+        return fingerprint(self.model.parameters())
+
+    @torch.inference_mode()
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of `token_ids[1:]`. See `Sampler.prompt_log_probs`."""
+        check_prompt(token_ids, vocab_size=self._vocab_size, context_length=self._context)
+        batch = torch.tensor([list(token_ids)], device=self._device)
+        logits = self.model(input_ids=batch, use_cache=False).logits[0, :-1].float()
+        log_probs: list[float] = logits.log_softmax(dim=-1).gather(-1, batch[0, 1:, None])[:, 0].tolist()
+        return log_probs
+
+    def sleep(self) -> None:
+        """Nothing to give back: the weights are all that it holds between calls."""
 
     def close(self) -> None:
         """Give the memory back; the sampler is not usable afterwards."""

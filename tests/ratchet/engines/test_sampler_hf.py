@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ratchet.engines.fingerprint import fingerprint
 from ratchet.engines.open_sampler import open_sampler
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.engines.sampler_hf import HFSampler
@@ -166,6 +168,47 @@ def test_log_probs_are_none_when_they_are_not_wanted(sampler: HFSampler) -> None
     spoken = sampler.sample(requests, SamplingParams(temperature=1.0, max_tokens=8))
     assert [completion.log_probs for completion in silent] == [None] * 4
     assert [each.token_ids for each in silent] == [each.token_ids for each in spoken]
+
+
+def test_log_probs_are_reported_for_the_requests_that_want_them(sampler: HFSampler) -> None:
+    requests, params = _requests(5), SamplingParams(temperature=1.0, max_tokens=6)
+    mixed = [replace(request, with_log_probs=index % 2 == 0) for index, request in enumerate(requests)]
+    expected = [
+        completion if index % 2 == 0 else replace(completion, log_probs=None)
+        for index, completion in enumerate(sampler.sample(requests, params))
+    ]
+    assert sampler.sample(mixed, params) == expected
+    silent = SamplingParams(temperature=1.0, max_tokens=6, with_log_probs=False)
+    assert all(completion.log_probs is None for completion in sampler.sample(requests, silent))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_log_probs_of_a_prompt_are_those_of_one_forward_pass(tmp_path: Path, architecture: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", architecture=architecture, seed=3)
+    sampler = HFSampler(folder, dtype="float32")
+    logits = _logits(_reference_model(folder), LONG[:1], LONG[1:])
+    expected = logits.log_softmax(-1)[range(len(LONG) - 1), LONG[1:]].tolist()
+    assert sampler.prompt_log_probs(LONG) == pytest.approx(expected, abs=1e-4)
+    assert sampler.prompt_log_probs([7]) == []
+
+
+def test_a_prompt_that_cannot_be_scored_is_refused(sampler: HFSampler) -> None:
+    with pytest.raises(EngineError, match="empty prompt"):
+        sampler.prompt_log_probs([])
+    with pytest.raises(EngineError, match=f"exceeds the model's context of {MAX_CONTEXT}"):
+        sampler.prompt_log_probs([5] * MAX_CONTEXT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fingerprint_is_that_of_the_weights_sent(tmp_path: Path, tied: bool) -> None:
+    sampler = HFSampler(make_tiny_model(tmp_path / "old", tied=tied), dtype="bfloat16")
+    before = sampler.fingerprint()
+    new = _reference_model(make_tiny_model(tmp_path / "new", tied=tied, seed=5)).to(torch.bfloat16)
+    weights = dict(new.named_parameters())
+    sampler.load_weights(weights.items())
+    assert sampler.fingerprint() == fingerprint(weights.values()) != before
+    sampler.sleep()
+    assert sampler.fingerprint() == fingerprint(weights.values())
 
 
 def test_no_requests_give_no_completions(sampler: HFSampler) -> None:

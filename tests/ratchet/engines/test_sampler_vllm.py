@@ -1,20 +1,24 @@
 import importlib.util
+import os
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from ratchet.engines.model import WeightLayout, decode
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.engines.sampler_hf import HFSampler
-from ratchet.engines.sampler_vllm import VLLMSampler
-from ratchet.errors import EngineError
-from tests.tiny_models import make_tiny_model
+from ratchet.engines.sampler_vllm import VLLMSampler, _decode_all
+from ratchet.engines.vllm_engine import _kv_bytes, _model_runner_chosen
+from ratchet.errors import ConfigError, EngineError
+from tests.tiny_models import make_tiny_model, tiny_tokenizer
 
 END_IDS = {0, 2}
 # Long enough to fill blocks of the prefix cache.
@@ -61,6 +65,121 @@ def test_a_broken_torchvision_is_named_before_vllm_stumbles_over_it(
         VLLMSampler(tmp_path, dtype="float32")
 
 
+# Byte fragments of two characters, both special tokens, leading and trailing spaces, and nothing at all.
+_AWKWARD = ["é", "日本", " leading", "trailing ", "  two  spaces", "\n\n", "don't , stop !", ""]
+
+
+def test_texts_decoded_together_are_those_decoded_one_by_one() -> None:
+    tokenizer = tiny_tokenizer()
+    whole = [tokenizer(text).input_ids for text in _AWKWARD]
+    broken = [token_ids[1:] for token_ids in whole] + [token_ids[:-1] for token_ids in whole]
+    special = [[0, *token_ids, 2, 3, *token_ids[:1]] for token_ids in whole]
+    generator = random.Random(0)
+    anything = [[generator.randrange(len(tokenizer)) for _ in range(30)] for _ in range(50)]
+    sequences = [*whole, *broken, *special, *anything]
+    assert _decode_all(tokenizer, sequences) == [decode(tokenizer, token_ids) for token_ids in sequences]
+    assert _decode_all(tokenizer, []) == []
+
+
+def test_a_tokenizer_with_its_own_decoding_keeps_it() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    tokenizer = Shouting(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    assert _decode_all(tokenizer, [tokenizer("loaves").input_ids]) == ["LOAVES"]
+
+
+def test_the_cache_of_a_token_is_its_keys_and_values_in_every_layer() -> None:
+    grouped = LlamaConfig(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
+    assert _kv_bytes(grouped, "bfloat16") == 2 * 30 * 3 * 64 * 2
+    wide = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, head_dim=32)
+    assert _kv_bytes(wide, "float32") == 2 * 2 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "platform", "chosen"),
+    [
+        ("0.24.0", "Qwen2ForCausalLM", "cuda", "1"),
+        ("0.24.0", "Gemma2ForCausalLM", "cuda", None),
+        ("0.24.0", "Qwen2ForCausalLM", "cpu", None),
+        ("0.32.0", "Qwen2ForCausalLM", "cuda", None),
+    ],
+)
+def test_the_faster_model_runner_is_chosen_for_dense_decoders_while_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, version: str, architecture: str, platform: str, chosen: str | None
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    config = Qwen2Config(architectures=[architecture])
+    with _model_runner_chosen(version, config, platform):
+        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == chosen
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with _model_runner_chosen(version, config, platform):
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+class _Recorder:
+    """A vLLM engine that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, *, tags: list[str]) -> None:
+        self.calls += [f"wake {tag}" for tag in tags]
+
+    def collective_rpc(self, method: str, **kwargs: Any) -> list[int]:
+        self.calls.append(method)
+        return [17]
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+
+def _sleeper(level: int) -> Any:
+    """A sampler whose engine sleeps as on a GPU, without one."""
+    sampler: Any = object.__new__(VLLMSampler)
+    sampler._llm = _Recorder()
+    sampler._sleeps, sampler._sleep_level, sampler._asleep, sampler._weights_lost = True, level, set(), False
+    sampler._passes_tensors, sampler._packs_weights = True, False
+    sampler._layout = WeightLayout({"weight": (2,)}, {})
+    sampler._vocab_size, sampler._context, sampler._end_ids = 10, 10, [2]
+    return sampler
+
+
+def test_weights_that_sleep_has_dropped_must_come_before_the_next_sample_and_the_cache_after_them() -> None:
+    sampler = _sleeper(2)
+    sampler.sleep()
+    sampler.sleep()
+    assert sampler._llm.calls == ["sleep 2"]
+    for call in (
+        lambda: sampler.sample([SampleRequest([1], 0)], SamplingParams(temperature=1.0, max_tokens=1)),
+        lambda: sampler.prompt_log_probs([1, 2]),
+        sampler.fingerprint,
+    ):
+        with pytest.raises(EngineError, match="slept at level 2 and has no weights"):
+            call()
+    with pytest.raises(EngineError, match="missing: weight"):
+        sampler.load_weights([])
+    assert sampler._llm.calls == ["sleep 2"]
+    sampler.load_weights([("weight", torch.zeros(2))])
+    assert sampler._llm.calls == ["sleep 2", "wake weights", "ratchet_load_weights", "wake kv_cache", "reset"]
+    assert sampler.fingerprint() == 17
+    sampler.sleep()
+    assert sampler._llm.calls[-2:] == ["ratchet_fingerprint", "sleep 2"]
+
+
+def test_weights_that_sleep_has_kept_wake_with_the_next_call() -> None:
+    sampler = _sleeper(1)
+    sampler.sleep()
+    assert sampler.fingerprint() == 17
+    assert sampler._llm.calls == ["sleep 1", "wake weights", "wake kv_cache", "ratchet_fingerprint"]
+
+
 # What follows runs the engine.
 
 
@@ -77,7 +196,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     had_process_group = torch.distributed.is_initialized()
     # The engine seeds the global generators; nobody else in the process may notice.
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16)
+    sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16, free_cache_engine=True)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     yield sampler, folder, request.param
     sampler.close()
@@ -213,6 +332,40 @@ def test_log_probs_are_none_when_they_are_not_wanted_and_requests_are_checked(sa
         sampler.sample([SampleRequest([], 0)], params)
     with pytest.raises(EngineError, match="exceeds the model's context of 512"):
         sampler.sample([SampleRequest([5] * 509, 0)], params)
+
+
+@_vllm
+def test_log_probs_are_reported_for_the_requests_that_want_them(sampler: Any) -> None:
+    requests, params = _requests(5), SamplingParams(temperature=1.0, max_tokens=6)
+    mixed = [replace(request, with_log_probs=index % 2 == 0) for index, request in enumerate(requests)]
+    all_of_them, some = sampler.sample(requests, params), sampler.sample(mixed, params)
+    assert [each.token_ids for each in some] == [each.token_ids for each in all_of_them]
+    assert [each.log_probs is None for each in some] == [False, True, False, True, False]
+    assert some[2].log_probs == pytest.approx(all_of_them[2].log_probs, abs=1e-5)
+
+
+@_vllm
+def test_log_probs_of_a_prompt_are_those_of_one_forward_pass(engine: Engine, sampler: Any) -> None:
+    with torch.no_grad():
+        expected = _reference_model(engine[1])(torch.tensor([LONG])).logits[0, :-1].log_softmax(-1)
+    # Twice: the second time the prompt lies in the prefix cache.
+    for _ in range(2):
+        given = sampler.prompt_log_probs(LONG)
+        assert given == pytest.approx(expected[range(300), LONG[1:]].tolist(), abs=1e-4)
+    assert sampler.prompt_log_probs([5]) == []
+    with pytest.raises(EngineError, match="empty prompt"):
+        sampler.prompt_log_probs([])
+    with pytest.raises(EngineError, match="exceeds the model's context of 512"):
+        sampler.prompt_log_probs([5] * 512)
+
+
+@_vllm
+def test_on_cpu_the_engine_cannot_tell_its_weights_and_has_no_sleep(engine: Engine, sampler: Any) -> None:
+    assert sampler.fingerprint() is None
+    sampler.sleep()
+    assert len(sampler.sample(_requests(1), SamplingParams(temperature=1.0, max_tokens=2))) == 1
+    with pytest.raises(ConfigError, match="expected a sleep level of 1 or 2, got 3"):
+        VLLMSampler(engine[1], dtype="float32", sleep_level=3)
 
 
 @_vllm
