@@ -43,6 +43,7 @@ def main() -> None:
     gpu_host = ["pyproject.toml", "--python-platform", "x86_64-manylinux_2_28", "--generate-hashes"]
     for name in ("gpu.txt", "gpu-train.txt"):
         wanted = ["--constraints", str(FOLDER / "gpu.txt")] if name == "gpu-train.txt" else [str(FOLDER / "gpu.in")]
+        wanted += ["--extra", "gpu-train"]
         compile_lock("3.12", [*gpu_host, *wanted, *upgrade], FOLDER / name)
         write(name, blocks(_read(FOLDER / name)))
 

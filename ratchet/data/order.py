@@ -6,6 +6,7 @@ An epoch's last batch may be smaller, so that no prompt is dropped and none stan
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def steps_per_epoch(num_prompts: int, batch_size: int) -> int:
@@ -20,10 +21,14 @@ def batch_positions(step: int, prompt_ids: Sequence[str], batch_size: int, *, se
     """
     per_epoch = steps_per_epoch(len(prompt_ids), batch_size)
     epoch, place = divmod(step - 1, per_epoch)
-    order = list(range(len(prompt_ids)))
-    if shuffle:
-        order.sort(key=lambda position: _digest("order", seed, epoch, prompt_ids[position]))
-    return order[place * batch_size : (place + 1) * batch_size]
+    order = _epoch_order(tuple(prompt_ids), seed, epoch) if shuffle else range(len(prompt_ids))
+    return list(order[place * batch_size : (place + 1) * batch_size])
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(prompt_ids: tuple[str, ...], seed: int, epoch: int) -> list[int]:
+    # Every step of the epoch asks for it.
+    return sorted(range(len(prompt_ids)), key=lambda position: _digest("order", seed, epoch, prompt_ids[position]))
 
 
 def refill_positions(step: int, prompt_ids: Sequence[str], used: Sequence[int], *, seed: int) -> list[int]:

@@ -7,8 +7,18 @@ leave the others waiting for ever. Empty micro-batches fill the gap.
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 MicroBatch = list[int]
 """Row indices, ascending. Example: [0, 3, 4]."""
+Entries = Sequence[float] | np.ndarray
+"""What one row has for each of its tokens: ids, numbers or truth values."""
+
+
+def flat(columns: Sequence[Entries], dtype: DTypeLike) -> np.ndarray:
+    """Lay the entries of all rows one after another. Example: [[1, 2], [], [3]] gives [1, 2, 3]."""
+    return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.empty(0, dtype)
 
 
 def pack_by_tokens(lengths: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:

@@ -1,4 +1,4 @@
-"""Between columns of lists, one per row, and tensors padded on the right.
+"""Between columns of lists, one per row, and arrays: one a row, or tensors padded on the right.
 
 Trap: a column may come in chunks and as a slice of a longer one, whose offsets do not begin at 0.
 """
@@ -12,6 +12,21 @@ from ratchet.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def list_column(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    """Return each row's list as an array of the column's numbers or truth values, None for a null.
+
+    The arrays are views of one, which holds the whole column; numbers cannot be written to.
+    """
+    lists = column.combine_chunks()
+    values = lists.flatten().to_numpy(zero_copy_only=False)
+    # A null has no entries.
+    ends = np.cumsum(lists.value_lengths().fill_null(0).to_numpy())
+    views: list[np.ndarray | None] = [*np.split(values, ends[:-1])] if len(lists) else []
+    for row in np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False)):
+        views[row] = None
+    return views
 
 
 def lengths_of(column: pa.ChunkedArray) -> "Tensor":
@@ -29,20 +44,23 @@ def padded(column: pa.ChunkedArray, mask: "Tensor") -> "Tensor":
     import torch
 
     values, offsets = _offsets(column)
-    wrong = np.flatnonzero(np.diff(offsets) != mask.sum(1).numpy())
+    is_inside = mask.numpy()
+    wrong = np.flatnonzero(np.diff(offsets) != is_inside.sum(1))
     if len(wrong):
         row = int(wrong[0])
-        expected, found = int(mask[row].sum()), int(offsets[row + 1] - offsets[row])
+        expected, found = int(is_inside[row].sum()), int(offsets[row + 1] - offsets[row])
         raise DataError(f"row {row} has {found} entries for {expected} completion tokens")
-    result = torch.zeros(mask.shape, dtype=torch.float32)
-    result[mask] = torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.float32))
-    return result
+    result = np.zeros(mask.shape, np.float32)
+    result[is_inside] = values.to_numpy(zero_copy_only=False)
+    return torch.from_numpy(result)
 
 
 def ragged(values: "Tensor", mask: "Tensor") -> pa.Array:
     """Return [B, T] values as lists of those inside `mask`, float32 or bool."""
-    offsets = np.concatenate([[0], np.cumsum(mask.sum(1).numpy())]).astype(np.int32)
-    flat = values[mask].numpy()
+    # By numpy: torch would wake threads for it, which costs more than it saves while other work keeps the cores busy.
+    is_inside = mask.numpy()
+    offsets = np.concatenate([[0], np.cumsum(is_inside.sum(1))]).astype(np.int32)
+    flat = values.numpy()[is_inside]
     kept = pa.array(flat) if flat.dtype == bool else pa.array(flat.astype(np.float32))
     return pa.ListArray.from_arrays(pa.array(offsets), kept)
 

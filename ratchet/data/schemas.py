@@ -46,7 +46,8 @@ ROLLOUTS = pa.schema(
 """One sampled completion: exactly the token ids that were sampled; `completion` is their text, for rewards and people.
 
 `group_id` is `<step>/<prompt_id>`. `sampler_log_probs` (nats, at the sampling temperature) has one entry per completion
-token, the end token included, or is null. `finish_reason` is "stop" or "length". `seed` names the sample's noise.
+token, the end token included, or is null where it was not asked for. `finish_reason` is "stop" or "length". `seed`
+names the sample's noise.
 
 Example: ("000003/train-0000007", 0, "train-0000007", [1, 4093, 198], [24, 2], "6", [-0.11, -0.02], "stop", 2, 77123).
 """
@@ -101,7 +102,8 @@ TRAJECTORIES = pa.schema(
         ("group_size", pa.int32()),
     ]
 )
-"""A rollout once scored: one entry per completion token in every list. `behaviour_source` is "sampler" or "policy".
+"""A rollout once scored: one entry per completion token in every list. `behaviour_source` is "sampler", "policy" or
+"update"; of the last, behaviour_log_probs are null: the update takes its own.
 
 Example: ("000003/train-0000007", 0, [0.7, 0.7], [0.7, 0.7], [0.0, 1.0], [true, true], [-0.11, -0.02], "sampler",
 0.5, 0.707, 2).

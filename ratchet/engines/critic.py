@@ -9,35 +9,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ratchet.algorithms.aggregation import LossTotals
 from ratchet.algorithms.value_loss import value_loss
-from ratchet.data.packing import MicroBatch
+from ratchet.data.packing import Entries, MicroBatch
+from ratchet.engines.liger import make_faster
 from ratchet.engines.model import torch_dtype
 from ratchet.engines.packed import PackedTokens, score
 from ratchet.engines.process_group import local_device
 from ratchet.engines.scorer import FrozenModel
 from ratchet.engines.sharded import MiniBatch, ShardedTrainer
-from ratchet.engines.training import Share, TrainingSettings, check_columns, loss_tokens, loss_weights
+from ratchet.engines.training import LossTokens, Share, TrainingSettings, check_columns
 from ratchet.engines.value_model import ValueModel
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """One completion to train the critic on; every list but the prompt's has one entry per completion token.
+    """One completion to train the critic on; every column but the prompt has one entry per completion token.
 
-    Example: ValueRow(prompt_token_ids=[1, 4093], completion_token_ids=[24, 2], values=[0.4, 0.6], returns=[1.0, 1.0],
-    loss_mask=[True, True]).
+    Columns are lists or arrays. Example: ValueRow(prompt_token_ids=[1, 4093], completion_token_ids=[24, 2],
+    values=[0.4, 0.6], returns=[1.0, 1.0], loss_mask=[True, True]).
     """
 
-    prompt_token_ids: list[int]
-    completion_token_ids: list[int]
-    values: list[float]
+    prompt_token_ids: Sequence[int] | np.ndarray
+    completion_token_ids: Sequence[int] | np.ndarray
+    values: Entries
     """What the critic expected before each token, before this step's update."""
-    returns: list[float]
-    loss_mask: list[bool]
+    returns: Entries
+    loss_mask: Sequence[bool] | np.ndarray
     """False keeps a token in the attention and out of the loss."""
 
 
@@ -84,11 +86,12 @@ class CriticTrainer(ShardedTrainer[ValueModel, ValueRow, CriticSettings]):
 
     @classmethod
     def _load(cls, model_folder: Path, settings: CriticSettings, device: torch.device) -> ValueModel:
-        return ValueModel.from_folder(model_folder, torch.float32, device=device)
+        module = ValueModel.from_folder(model_folder, torch.float32, device=device)
+        make_faster(module.model, settings, device)
+        return module
 
     def _check_rows(self, rows: Sequence[ValueRow]) -> None:
-        for index, row in enumerate(rows):
-            check_columns(index, row, {"values": row.values, "returns": row.returns})
+        check_columns(rows, {name: [getattr(row, name) for row in rows] for name in ("values", "returns")})
 
     def _share(
         self, packed: PackedTokens, places: MicroBatch, batch: MiniBatch[ValueRow], selection: Tensor | None
@@ -97,12 +100,13 @@ class CriticTrainer(ShardedTrainer[ValueModel, ValueRow, CriticSettings]):
         if not places:
             return Share(values.sum())
         rows = [batch.rows[place] for place in places]
+        tokens = LossTokens.of(rows)
         old, returns = (
-            loss_tokens([getattr(row, name) for row in rows], rows, self._device) for name in ("values", "returns")
+            tokens.take([getattr(row, name) for row in rows], self._device) for name in ("values", "returns")
         )
         per_token, metrics = value_loss(values, returns, old, cliprange_value=self.settings.cliprange_value)
         mode, norm_length = self.settings.loss_agg_mode, self.settings.loss_norm_length
-        loss = (per_token * loss_weights(rows, mode, batch.totals, norm_length, self._device)).sum()
+        loss = (per_token * tokens.weights(mode, batch.totals, norm_length, self._device)).sum()
         sums = {"loss": loss.detach().double(), "token/vpred_mean": values.detach().double().sum()}
         return Share(loss, sums | {f"token/{name}": value.detach().double().sum() for name, value in metrics.items()})
 
@@ -112,9 +116,9 @@ class CriticTrainer(ShardedTrainer[ValueModel, ValueRow, CriticSettings]):
         return self._token_means(sums, totals) | {"critic/vf_loss": sums["loss"]}
 
     def _summary(self, rows: Sequence[ValueRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
+        tokens, cpu = LossTokens.of(rows), torch.device("cpu")
         old, returns = (
-            loss_tokens([getattr(row, name) for row in rows], rows, torch.device("cpu")).double()
-            for name in ("values", "returns")
+            tokens.take([getattr(row, name) for row in rows], cpu).double() for name in ("values", "returns")
         )
         metrics = super()._summary(rows, done)
         # A variance takes two tokens.

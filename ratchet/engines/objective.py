@@ -1,12 +1,14 @@
 """What a policy update minimises: rows, settings, and the loss of one micro-batch.
 
 Trap: a policy loss may come with an aggregation that it is defined with; entropy and KL are aggregated as configured
-all the same.
+all the same. Where the policy that trains is the one that sampled, its own log-probs are the behaviour's: the ratio is
+exactly 1, and only its gradient counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,29 +16,37 @@ from ratchet.algorithms.aggregation import LossTotals
 from ratchet.algorithms.batch import LossBatch, LossOptions
 from ratchet.algorithms.catalog import POLICY_LOSSES, Entry, LossAggMode
 from ratchet.algorithms.kl import KLKind, kl_estimate
-from ratchet.engines.training import Share, TrainingSettings, check_columns, loss_tokens, loss_weights
+from ratchet.algorithms.rollout_correction_metrics import MAX_LOG_RATIO
+from ratchet.data.packing import Entries
+from ratchet.engines.training import LossTokens, Share, TrainingSettings, check_columns
+from ratchet.engines.transfer import to_device
 from ratchet.errors import ConfigError, DataError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """One trajectory to train on; every list but the prompt's has one entry per completion token.
+    """One trajectory to train on; every column but the prompt has one entry per completion token.
 
-    Example: TrainRow(prompt_token_ids=[1, 4093], completion_token_ids=[24, 2], advantages=[0.7, 0.7],
-    behaviour_log_probs=[-0.11, -0.02], loss_mask=[True, True], reference_log_probs=None).
+    Columns are lists or arrays. Example: TrainRow(prompt_token_ids=[1, 4093], completion_token_ids=[24, 2],
+    advantages=[0.7, 0.7], behaviour_log_probs=[-0.11, -0.02], loss_mask=[True, True], reference_log_probs=None).
     """
 
-    prompt_token_ids: list[int]
-    completion_token_ids: list[int]
-    advantages: list[float]
-    behaviour_log_probs: list[float]
-    """Log-probs (nats, at the temperature) under the policy that the ratio is taken against."""
-    loss_mask: list[bool]
+    prompt_token_ids: Sequence[int] | np.ndarray
+    completion_token_ids: Sequence[int] | np.ndarray
+    advantages: Entries
+    behaviour_log_probs: Entries | None
+    """Log-probs (nats, at the temperature) under the policy that the ratio is taken against.
+
+    None in all rows takes the update's own: for a step of one optimizer step whose policy is the behaviour policy.
+    """
+    loss_mask: Sequence[bool] | np.ndarray
     """False keeps a token in the attention and out of the loss."""
-    reference_log_probs: list[float] | None = None
+    reference_log_probs: Entries | None = None
     """Needed where `kl_loss_coef` is not 0."""
-    importance_weights: list[float] | None = None
+    importance_weights: Entries | None = None
     """Rollout correction's factors on the loss; all rows have them or none."""
+    sampler_log_probs: Entries | None = None
+    """What the sampler reported, in some rows or all: what the policy's probabilities are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +61,16 @@ class TrainerSettings(TrainingSettings):
     kl_loss_type: KLKind = "low_var_kl"
     temperature: float = 1.0
     """The sampling temperature; log-probs are compared at it."""
+    importance_threshold: float | None = None
+    """Truncated importance sampling: each token's loss is weighted by its probability over the sampler's, at most this.
+
+    For rows without behaviour and with the sampler's log-probs.
+    """
 
     def __post_init__(self) -> None:
         TrainingSettings.__post_init__(self)
         self.check_bounds(0.0, "entropy_coeff", "kl_loss_coef")
-        self.check_above(0.0, "temperature")
+        self.check_above(0.0, "temperature", "importance_threshold")
         self.loss_entry()
         options = self.loss_options
         if not (options.clip_ratio_low >= 0 and options.clip_ratio_high >= 0):
@@ -73,19 +88,26 @@ class TrainerSettings(TrainingSettings):
 
 
 def check_rows(rows: Sequence[TrainRow], settings: TrainerSettings) -> None:
-    """Raise DataError for lists of unequal length, NumericsError for a number in the loss that is not finite."""
-    num_weighted = sum(row.importance_weights is not None for row in rows)
-    if num_weighted not in (0, len(rows)):
-        raise DataError(f"expected importance_weights in all rows or in none, got {num_weighted} of {len(rows)}")
-    for index, row in enumerate(rows):
-        columns = {"advantages": row.advantages, "behaviour_log_probs": row.behaviour_log_probs}
-        if row.importance_weights is not None:
-            columns["importance_weights"] = row.importance_weights
-        if settings.kl_loss_coef:
-            if row.reference_log_probs is None:
+    """Raise DataError for columns of unequal length or that do not go together, or are missing.
+
+    NumericsError for a number in the loss that is not finite.
+    """
+    columns = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
+    given = {name: sum(column is not None for column in columns[name]) for name in columns}
+    for name in ("behaviour_log_probs", "importance_weights"):
+        if given[name] not in (0, len(rows)):
+            raise DataError(f"expected {name} in all rows or in none, got {given[name]} of {len(rows)}")
+    if rows and not given["behaviour_log_probs"]:
+        _check_one_optimizer_step(len(rows), settings)
+    if rows and settings.importance_threshold is not None:
+        _check_correction(given, len(rows))
+    if settings.kl_loss_coef:
+        for index, reference in enumerate(columns["reference_log_probs"]):
+            if reference is None:
                 raise DataError(f"row {index} has no reference_log_probs, which kl_loss_coef needs")
-            columns["reference_log_probs"] = row.reference_log_probs
-        check_columns(index, row, columns)
+    else:
+        del columns["reference_log_probs"]
+    check_columns(rows, {name: column for name, column in columns.items() if given[name]})
 
 
 def micro_batch_loss(
@@ -95,22 +117,49 @@ def micro_batch_loss(
     totals: LossTotals,
     settings: TrainerSettings,
     selection: Tensor | None = None,
+    *,
+    has_sampler: bool = False,
 ) -> Share:
     """This micro-batch's share of the loss, with what the metrics are made of.
 
-    `log_probs`, `entropy` and `selection` [N] belong to the tokens of `rows` inside their loss masks, in order. "loss",
-    "pg_loss", "kl_loss" and "entropy" are weighted as the loss is; the others are plain sums over tokens: what the
-    policy loss measures under its name with "token/" before it, and "diff" and "diff_squared", of the differences
-    between the probabilities under this policy and the behaviour policy, whose largest is "diff" of `largest`.
+    `log_probs`, `entropy` and `selection` [N] belong to the tokens of `rows` inside their loss masks, in order.
+    `has_sampler` says whether any row of the mini-batch has the sampler's log-probs. "loss", "pg_loss", "kl_loss" and
+    "entropy" are weighted as the loss is; the others are plain sums over tokens: what the policy loss measures under
+    its name with "token/" before it, and those of `_drift` and `_truncated_weights`.
     """
     device = log_probs.device
     entry = settings.loss_entry()
+    tokens = LossTokens.of(rows)
+
+    def column(name: str) -> Tensor | None:
+        values = [getattr(row, name) for row in rows]
+        return None if values[0] is None else tokens.take(values, device)
 
     def weights(mode: LossAggMode) -> Tensor:
-        return loss_weights(rows, mode, totals, settings.loss_norm_length, device)
+        return tokens.weights(mode, totals, settings.loss_norm_length, device)
 
-    behaviour = loss_tokens([row.behaviour_log_probs for row in rows], rows, device)
-    per_token, metrics = _policy_loss(entry, log_probs, behaviour, rows, settings.loss_options, selection)
+    given = column("behaviour_log_probs")
+    compared = (
+        _sampler_tokens(log_probs, rows, tokens) if has_sampler else None if given is None else (log_probs, given)
+    )
+    sums, largest = ({}, {}) if compared is None else _drift(*compared)
+    importance = column("importance_weights")
+    if settings.importance_threshold is not None:
+        assert compared is not None
+        importance, of_weights, most = _truncated_weights(*compared, settings.importance_threshold)
+        sums, largest = sums | of_weights, largest | most
+    advantages = column("advantages")
+    assert advantages is not None
+    batch = LossBatch(
+        log_probs=log_probs,
+        behaviour_log_probs=log_probs.detach() if given is None else given,
+        advantages=advantages,
+        row_index=to_device(tokens.spread(np.arange(len(rows))), device),
+        num_rows=len(rows),
+        importance_weights=importance,
+        selection=selection,
+    )
+    per_token, metrics = _policy_loss(entry, batch, settings.loss_options)
     configured = weights(settings.loss_agg_mode)
     own = configured if entry.loss_agg_mode is None else weights(entry.loss_agg_mode)
     pg_loss = (per_token * own).sum()
@@ -119,38 +168,80 @@ def micro_batch_loss(
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * weighted_entropy
     if settings.kl_loss_coef:
-        reference = loss_tokens([row.reference_log_probs or [] for row in rows], rows, device)
+        reference = column("reference_log_probs")
+        assert reference is not None
         kl_loss = (kl_estimate(log_probs, reference, settings.kl_loss_type) * configured).sum()
         loss = loss + settings.kl_loss_coef * kl_loss
-    with torch.no_grad():
-        difference = (log_probs.exp() - behaviour.exp()).abs().double()
-        named = {"loss": loss, "pg_loss": pg_loss, "kl_loss": kl_loss, "entropy": weighted_entropy}
-        sums = {name: value.detach().double() for name, value in named.items()}
-        sums |= {f"token/{name}": value.detach().double().sum() for name, value in metrics.items()}
-        sums |= {"diff": difference.sum(), "diff_squared": difference.square().sum()}
-    return Share(loss, sums, {"diff": difference.max()})
+    named = {"loss": loss, "pg_loss": pg_loss, "kl_loss": kl_loss, "entropy": weighted_entropy}
+    sums = {name: value.detach().double() for name, value in named.items()} | sums
+    sums |= {f"token/{name}": value.detach().double().sum() for name, value in metrics.items()}
+    return Share(loss, sums, largest)
 
 
-def _policy_loss(
-    entry: Entry,
-    log_probs: Tensor,
-    behaviour: Tensor,
-    rows: Sequence[TrainRow],
-    options: LossOptions,
-    selection: Tensor | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    device = log_probs.device
-    counts = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.long)
-    given = [row.importance_weights for row in rows if row.importance_weights is not None]
-    batch = LossBatch(
-        log_probs=log_probs,
-        behaviour_log_probs=behaviour,
-        advantages=loss_tokens([row.advantages for row in rows], rows, device),
-        row_index=torch.arange(len(rows)).repeat_interleave(counts).to(device),
-        num_rows=len(rows),
-        importance_weights=loss_tokens(given, rows, device) if given else None,
-        selection=selection,
-    )
+_COLUMNS = (
+    "advantages",
+    "behaviour_log_probs",
+    "importance_weights",
+    "reference_log_probs",
+    "sampler_log_probs",
+)
+
+
+def _check_one_optimizer_step(num_rows: int, settings: TrainerSettings) -> None:
+    num_steps = settings.ppo_epochs * -(-num_rows // settings.mini_batch_size)
+    if num_steps > 1:
+        raise DataError(
+            f"expected behaviour_log_probs for {num_rows} rows in {num_steps} optimizer steps, got none: the update's "
+            "own log-probs are the behaviour's in a step of one optimizer step only"
+        )
+
+
+def _check_correction(given: Mapping[str, int], num_rows: int) -> None:
+    for name in ("behaviour_log_probs", "importance_weights"):
+        if given[name]:
+            raise DataError(f"expected no {name} beside importance_threshold, got them")
+    if given["sampler_log_probs"] != num_rows:
+        got = f"{given['sampler_log_probs']} of {num_rows}"
+        raise DataError(f"expected sampler_log_probs in all rows for importance_threshold, got {got}")
+
+
+def _sampler_tokens(log_probs: Tensor, rows: Sequence[TrainRow], tokens: LossTokens) -> tuple[Tensor, Tensor] | None:
+    """The policy's and the sampler's log-probs of the rows that have the latter; None where no row has them."""
+    given = [row for row in rows if row.sampler_log_probs is not None]
+    if not given:
+        return None
+    columns = [row.sampler_log_probs for row in given if row.sampler_log_probs is not None]
+    sampler = LossTokens.of(given).take(columns, log_probs.device)
+    if len(given) == len(rows):
+        return log_probs, sampler
+    places = np.flatnonzero(tokens.spread(np.array([row.sampler_log_probs is not None for row in rows])))
+    return log_probs.detach()[to_device(places, log_probs.device)], sampler
+
+
+@torch.no_grad()
+def _drift(log_probs: Tensor, others: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far the probabilities are from the sampler's: "diff" and its square, summed over "diff_tokens"; the largest.
+
+    Without the sampler's, from the behaviour policy's.
+    """
+    difference = (log_probs.exp() - others.exp()).abs().double()
+    count = difference.new_full((), len(difference))
+    sums = {"diff": difference.sum(), "diff_squared": difference.square().sum(), "diff_tokens": count}
+    return sums, {"diff": difference.max()}
+
+
+@torch.no_grad()
+def _truncated_weights(
+    log_probs: Tensor, sampler_log_probs: Tensor, threshold: float
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Weight of each token's loss [N]; "weight" and "truncated" (0 or 1) summed; the largest and minus the smallest."""
+    raw = (log_probs - sampler_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = raw.clamp(max=threshold)
+    sums = {"weight": weights.double().sum(), "truncated": (raw > threshold).double().sum()}
+    return weights, sums, {"weight": weights.double().max(), "minus_weight": -weights.double().min()}
+
+
+def _policy_loss(entry: Entry, batch: LossBatch, options: LossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     result = entry.function()(batch, options)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise EngineError(f"expected a loss per token and a dict of metrics from {entry.name!r}, got {result!r:.80}")
@@ -158,7 +249,7 @@ def _policy_loss(
     for name, value in {"loss": per_token, **metrics}.items():
         if not isinstance(value, Tensor):
             raise EngineError(f"expected a tensor as {name} from {entry.name!r}, got {value!r:.80}")
-        if value.shape != log_probs.shape:
-            expected, got = list(log_probs.shape), list(value.shape)
+        if value.shape != batch.log_probs.shape:
+            expected, got = list(batch.log_probs.shape), list(value.shape)
             raise EngineError(f"expected one {name} per token, {expected}, from {entry.name!r}, got {got}")
     return per_token, metrics

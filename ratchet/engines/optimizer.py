@@ -69,3 +69,13 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Euclidean norm over all shards of all gradients, the same scalar on every rank."""
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, *, lr: float, grad_clip: float | None) -> None:
+    """Step with the gradients, whose norm is given and cut to `grad_clip` where there is one; then drop them."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        if grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(group["params"], grad_clip, norm)
+    optimizer.step()
+    optimizer.zero_grad()

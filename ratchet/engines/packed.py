@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ratchet.data.packing import pack_by_tokens
+from ratchet.data.packing import Entries, flat, pack_by_tokens
 from ratchet.engines.model import check_weights
 from ratchet.engines.packed_attention import attention_arguments, use_packed_attention
+from ratchet.engines.transfer import to_device
 from ratchet.errors import DataError
 
 
@@ -35,9 +37,9 @@ class PackedTokens:
 
 
 def pack(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    masks: Sequence[Sequence[bool]] | None,
+    prompts: Sequence[Entries],
+    completions: Sequence[Entries],
+    masks: Sequence[Entries] | None,
     device: torch.device,
 ) -> PackedTokens:
     """Pack prompt + completion of each row; the completion tokens inside `masks` (None: all) are scored, in row order.
@@ -45,31 +47,22 @@ def pack(
     No rows give one dummy token and nothing scored, so that a rank without work can join its peers' collectives. Raises
     DataError for a completion without a prompt, whose first token nothing predicts.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    lengths: list[int] = []
-    predictors: list[int] = []
-    targets: list[int] = []
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if not prompt:
-            raise DataError(f"expected at least one prompt token, got none in row {row}")
-        first = len(ids) + len(prompt) - 1
-        for place, token in enumerate(completion):
-            if masks is None or masks[row][place]:
-                predictors.append(first + place)
-                targets.append(token)
-        ids += [*prompt, *completion]
-        lengths.append(len(prompt) + len(completion))
-        positions += range(lengths[-1])
-    if not lengths:
-        ids, positions, lengths = [0], [0], [1]
-    return PackedTokens(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        sequence_lengths=lengths,
-        predictors=torch.tensor(predictors, dtype=torch.long, device=device),
-        targets=torch.tensor(targets, dtype=torch.long, device=device),
-    )
+    if not prompts:
+        prompts, completions, masks = [[0]], [[]], None
+    of_prompts = np.array([len(prompt) for prompt in prompts])
+    if not of_prompts.all():
+        raise DataError(f"expected at least one prompt token, got none in row {of_prompts.argmin()}")
+    lengths = of_prompts + [len(completion) for completion in completions]
+    ids = flat([tokens for row in zip(prompts, completions, strict=True) for tokens in row], np.int64)
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.flatnonzero(positions >= np.repeat(of_prompts, lengths))
+    if masks is not None:
+        places = places[flat(masks, np.bool_)]
+    parts = [ids, positions, places - 1, ids[places]]
+    # One copy to the device for all four.
+    tensor = to_device(np.concatenate(parts), device)
+    input_ids, position_ids, predictors, targets = torch.split(tensor, [len(part) for part in parts])
+    return PackedTokens(input_ids[None], position_ids[None], lengths.tolist(), predictors, targets)
 
 
 class PackedModel(nn.Module):
@@ -123,8 +116,8 @@ class PackedModel(nn.Module):
 
 def score(
     forward: Callable[[PackedTokens], Sequence[Tensor]],
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
+    prompts: Sequence[Entries],
+    completions: Sequence[Entries],
     *,
     columns: int = 1,
     max_tokens: int,
@@ -135,13 +128,14 @@ def score(
     Rows are packed by length and come back in their own order.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    wanted = [row for row, completion in enumerate(completions) if completion]
+    wanted = [row for row, completion in enumerate(completions) if len(completion)]
     scored: list[list[list[float]]] = [[[] for _ in completions] for _ in range(columns)]
     for places in pack_by_tokens([lengths[row] for row in wanted], max_tokens):
         rows = [wanted[place] for place in places]
         packed = pack([prompts[row] for row in rows], [completions[row] for row in rows], None, device)
         for column, tensor in zip(scored, forward(packed), strict=True):
-            values = iter(tensor.tolist())
+            values, start = tensor.tolist(), 0
             for row in rows:
-                column[row] = [next(values) for _ in completions[row]]
+                end = start + len(completions[row])
+                column[row], start = values[start:end], end
     return scored

@@ -8,16 +8,19 @@ elsewhere each sequence is attended to on its own.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ratchet.engines.transfer import to_device
 from ratchet.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -38,10 +41,26 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         raise EngineError(f"expected a model whose attention can be exchanged, got {type(model).__name__}")
 
 
+def run_attention_uncompiled() -> None:
+    """Keep torch's compiler out of packed attention from now on, in the process: each batch has other lengths."""
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(_packed_attention))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Where the sequences of a batch lie, in one object: for a list, torch's compiler would compile for each length."""
+
+    lengths: list[int]
+    """Tokens of each sequence."""
+    borders: Tensor
+    """int32 [sequences + 1]: where each begins, and the end of the last."""
+    longest: int
+
+
 def attention_arguments(sequence_lengths: list[int], device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a packed forward. Example: sequence_lengths [3, 2] gives borders [0, 3, 5]."""
-    borders = torch.tensor([0, *accumulate(sequence_lengths)], dtype=torch.int32, device=device)
-    return {"sequence_lengths": sequence_lengths, "sequence_borders": borders}
+    borders = to_device(np.array([0, *accumulate(sequence_lengths)], np.int32), device)
+    return {"sequences": PackedSequences(sequence_lengths, borders, max(sequence_lengths))}
 
 
 def _packed_attention(
@@ -54,22 +73,21 @@ def _packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sequence_lengths: list[int] | None = None,
-    sequence_borders: Tensor | None = None,
+    sequences: PackedSequences | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention as the transformers library calls it: query [1, heads, T, head_dim] to [1, T, heads, head_dim]."""
-    if sequence_lengths is None or sequence_borders is None or sum(sequence_lengths) != query.shape[2]:
-        raise EngineError(f"expected sequence lengths that sum to {query.shape[2]}, got {sequence_lengths}")
+    if sequences is None or sum(sequences.lengths) != query.shape[2]:
+        raise EngineError(f"expected sequence lengths that sum to {query.shape[2]}, got {sequences}")
     if unused.get("s_aux") is not None:
         raise EngineError("attention sinks are not supported by packed attention")
-    longest = max(sequence_lengths)
+    longest = sequences.longest
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return _kernel()(q, k, v, sequence_borders, longest, scaling, window).unsqueeze(0), None
+        return _kernel()(q, k, v, sequences.borders, longest, scaling, window).unsqueeze(0), None
     _say("attention: torch's scaled_dot_product_attention, one sequence after another")
-    split = (torch.split(heads, sequence_lengths, dim=2) for heads in (query, key, value))
+    split = (torch.split(heads, sequences.lengths, dim=2) for heads in (query, key, value))
     pieces = [_attend(*one, scaling=scaling, window=window, softcap=softcap) for one in zip(*split, strict=True)]
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 

@@ -1,4 +1,4 @@
-"""A trainer of any packed model: sharded with FSDP2, one step at a time over rows that all ranks are given.
+"""A trainer of any packed model, in one process or over many, one step at a time over rows that all ranks are given.
 
 Trap: every rank takes its share of each mini-batch, and all ranks run the same number of micro-batches, since each
 forward and backward is a collective. The number of ranks and of micro-batches changes the loss by rounding only.
@@ -16,17 +16,17 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ratchet.algorithms.aggregation import LossTotals
 from ratchet.data.packing import MicroBatch, pack_by_count, pack_by_tokens, split_over_ranks
 from ratchet.engines.model import torch_dtype
-from ratchet.engines.optimizer import global_norm, learning_rate, make_adamw
+from ratchet.engines.optimizer import apply_gradients, global_norm, learning_rate, make_adamw
 from ratchet.engines.packed import PackedModel, PackedTokens, pack
+from ratchet.engines.placement import place_model
 from ratchet.engines.process_group import join_group, leave_group, local_device
-from ratchet.engines.sharding import check_mesh, local_shard, shard
-from ratchet.engines.trainer_state import load_trainer_state, save_trainer_state
-from ratchet.engines.training import Row, Share, TrainingSettings, merge, to_numbers
+from ratchet.engines.sharding import check_mesh, names_not_finite
+from ratchet.engines.trainer_state import StagedState, StateStaging, load_trainer_state, save_trainer_state
+from ratchet.engines.training import LossTokens, Row, Share, TrainingSettings, merge
 from ratchet.errors import EngineError, NumericsError
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -74,12 +74,12 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         self._device = device
         self._leaves_group = leaves_group
         self._is_closed = False
-        shard(module, mesh, settings)
-        # Shared parameters come once, under the name of their first module: a tied output layer is left out.
-        self._parameters = list(module.named_weights())
+        self._placement = place_model(module, mesh, settings)
+        self._parameters = self._placement.trained
         self._optimizer = make_adamw(
             self._parameters, betas=settings.betas, eps=settings.adam_eps, weight_decay=settings.weight_decay
         )
+        self._staging = StateStaging(device)
 
     @classmethod
     def from_folder(
@@ -125,12 +125,15 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         for epoch in range(self.settings.ppo_epochs):
             for number, batch in enumerate(self._mini_batches(rows, step, epoch)):
                 num_mini_batches += 1
-                used = [row for row in batch if any(row.loss_mask)]
+                counts: list[int] = LossTokens.of(batch).counts.tolist()
+                used = [row for row, count in zip(batch, counts, strict=True) if count]
                 # Without tokens in the loss there is no gradient, but AdamW would still decay and drift.
                 if used:
-                    totals = LossTotals.of(sum(row.loss_mask) for row in used)
+                    totals = LossTotals.of(counts)
                     done.append(self._train(MiniBatch(used, totals, step, epoch, number), rate))
-        self._check_weights(step)
+        bad = names_not_finite(self._parameters, self._mesh)
+        if bad:
+            raise NumericsError(f"expected finite weights after step {step}, got others in {', '.join(bad[:5])}")
         self.policy_version = step
         skipped = float(num_mini_batches - len(done))
         return self._summary(rows, done) | {f"{self.role}/lr": rate, f"{self.role}/skipped_mini_batches": skipped}
@@ -140,26 +143,23 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         self._check_step(step)
         self.policy_version = step
 
-    def export_weights(self, dtype: str) -> dict[str, Tensor]:
-        """Full tensors on the CPU in `dtype` under Hugging Face names, without a tied output layer; rank 0 only.
+    def export_weights(self, dtype: str, *, device: str = "cpu") -> dict[str, Tensor]:
+        """Full tensors in `dtype` under Hugging Face names, without a tied output layer; rank 0 only.
 
-        What computes in float32 stays in it. Other ranks take part and get an empty dict.
+        They are copies on the CPU, or on the trainer's own device with "own". What computes in float32 stays in it;
+        adapters are added to their weights. Other ranks take part and get an empty dict.
         """
-        wide = {id(one) for module in self._module.float32_modules() for one in module.parameters()}
-        exported: dict[str, Tensor] = {}
-        for name, parameter in self._parameters:
-            full = parameter.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            if self._mesh.get_rank() == 0:
-                # A copy even where nothing changes: at world size 1 the full tensor is the master itself.
-                exported[name] = full.to(
-                    "cpu", torch.float32 if id(parameter) in wide else torch_dtype(dtype), copy=True
-                )
-        return exported
+        return self._placement.export(torch_dtype(dtype), self._device if device == "own" else torch.device(device))
 
     def save_state(self, folder: Path) -> None:
         """Write what `load_state` needs to `folder`: master weights, optimizer and version, by all ranks."""
         save_trainer_state(folder, self._parameters, self._optimizer, self.policy_version)
+
+    def stage_state(self) -> StagedState:
+        """Copy what `save_state` writes to host memory; from a GPU this only begins it. EngineError for many ranks."""
+        if self._mesh.size() > 1:
+            raise EngineError(f"expected one process to stage a trainer's state in, got {self._mesh.size()}")
+        return self._staging.stage(self._parameters, self._optimizer, self.policy_version)
 
     def load_state(self, folder: Path) -> None:
         """Become the trainer that wrote `folder`, whatever the number of ranks it had.
@@ -168,14 +168,20 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         threads. No random state is kept because none is used: the order of rows and what a loss draws are functions of
         the seed and the place in the run, the learning rate one of the step.
         """
+        self._staging.settle()
+        # An update that failed may have left gradients.
+        self._module.zero_grad()
+        self._optimizer.zero_grad()
         self.policy_version = load_trainer_state(folder, self._parameters, self._optimizer)
+        self._placement.refresh()
 
     def close(self) -> None:
         """Give the memory back and leave the process group; the trainer is not usable afterwards."""
         if self._is_closed:
             return
         self._is_closed = True
-        del self._module, self._optimizer, self._parameters
+        self._staging.settle()
+        del self._module, self._optimizer, self._parameters, self._placement
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         if self._leaves_group:
@@ -262,44 +268,30 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
             share = self._share(packed, places, batch, selection)
             # FSDP averages gradients over the ranks; the loss is already divided by the totals of all of them.
             torch.autograd.backward(share.loss * self._mesh.size())
+            self._placement.collect_gradients()
             sums |= {name: sums[name] + value if name in sums else value for name, value in share.sums.items()}
             for name, value in share.largest.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
-        ranks = self._gather(to_numbers(sums), to_numbers(largest))
-        total = merge([of_sums for of_sums, _ in ranks], sum)
-        norm = self._step(total, rate, f"step {batch.step}, epoch {batch.epoch}")
-        metrics = self._batch_metrics(total, merge([of_largest for _, of_largest in ranks], max), batch.totals)
-        return metrics | {f"{self.role}/grad_norm": norm}
-
-    def _gather(self, *mine: dict[str, float]) -> list[tuple[dict[str, float], ...]]:
-        """What each rank has, in their order: by name, since a rank without a token does not know all names."""
-        if self._mesh.size() == 1:
-            return [mine]
-        ranks: list[tuple[dict[str, float], ...]] = [()] * self._mesh.size()
-        distributed.all_gather_object(ranks, mine)
-        return ranks
-
-    def _step(self, sums: Mapping[str, float], rate: float, place: str) -> float:
-        """Check, clip and apply the gradients of a mini-batch; returns their norm before clipping."""
-        parameters = [parameter for _, parameter in self._parameters]
-        norm = global_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if not (torch.isfinite(norm) and all(math.isfinite(value) for value in sums.values())):
+        norm = global_norm(parameter.grad for _, parameter in self._parameters if parameter.grad is not None)
+        total, most, norm_value = self._gather(sums, largest, norm)
+        if not all(math.isfinite(value) for value in (norm_value, *total.values())):
             self._optimizer.zero_grad()
-            got = f"loss {sums['loss']} and gradient norm {norm.item()}"
+            got = f"loss {total['loss']} and gradient norm {norm_value}"
+            place = f"step {batch.step}, epoch {batch.epoch}"
             raise NumericsError(f"expected a finite loss and gradient in {place}, got {got}")
-        if self.settings.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return norm.item()
+        self._staging.settle()
+        apply_gradients(self._optimizer, norm, lr=rate, grad_clip=self.settings.grad_clip)
+        self._placement.refresh()
+        return self._batch_metrics(total, most, batch.totals) | {f"{self.role}/grad_norm": norm_value}
 
-    def _check_weights(self, step: int) -> None:
-        local = [local_shard(parameter) for _, parameter in self._parameters]
-        bad = torch.stack([(~torch.isfinite(shard)).any() for shard in local]).to(torch.int32)
+    def _gather(
+        self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], norm: Tensor
+    ) -> tuple[dict[str, float], dict[str, float], float]:
+        """What the shares of all ranks come to, and the norm; here a mini-batch waits for the device, once."""
+        numbers: list[float] = torch.stack([*sums.values(), *largest.values(), norm]).tolist()
+        mine = (dict(zip(sums, numbers, strict=False)), dict(zip(largest, numbers[len(sums) :], strict=False)))
+        ranks = [mine] * self._mesh.size()
         if self._mesh.size() > 1:
-            distributed.all_reduce(bad, op=distributed.ReduceOp.MAX)
-        names = [name for (name, _), is_bad in zip(self._parameters, bad.tolist(), strict=True) if is_bad]
-        if names:
-            raise NumericsError(f"expected finite weights after step {step}, got others in {', '.join(names[:5])}")
+            # By name: a rank without a token does not know all of them.
+            distributed.all_gather_object(ranks, mine)
+        return merge([first for first, _ in ranks], sum), merge([second for _, second in ranks], max), numbers[-1]

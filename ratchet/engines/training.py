@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ratchet.algorithms.aggregation import LossTotals, token_weights
 from ratchet.algorithms.catalog import LossAggMode
+from ratchet.data.packing import Entries, flat
 from ratchet.engines.optimizer import LRScheduler
+from ratchet.engines.transfer import to_device
 from ratchet.errors import ConfigError, DataError, NumericsError
 
 
@@ -21,13 +24,13 @@ class Row(Protocol):
     """A completion to train on; its mask has one entry per completion token."""
 
     @property
-    def prompt_token_ids(self) -> list[int]: ...
+    def prompt_token_ids(self) -> Sequence[int] | np.ndarray: ...
 
     @property
-    def completion_token_ids(self) -> list[int]: ...
+    def completion_token_ids(self) -> Sequence[int] | np.ndarray: ...
 
     @property
-    def loss_mask(self) -> list[bool]: ...
+    def loss_mask(self) -> Sequence[bool] | np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,16 @@ class TrainingSettings:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of forward and backward; weights and optimizer stay float32."""
     gradient_checkpointing: bool = False
+    use_liger: bool = True
+    """On a GPU, run Liger's kernels for norms, rotary embeddings and gated layers where the package is installed."""
+    use_torch_compile: bool = False
+    """On a GPU, compile the decoder's layers instead; the first update then takes a minute or more."""
+    lora_rank: int = 0
+    """Rank of the adapters that train in place of the weights; 0 trains the weights."""
+    lora_alpha: int = 16
+    """An adapter's product is scaled by lora_alpha / lora_rank."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Last names of the linear layers with adapters; empty takes all but the head."""
 
     def __post_init__(self) -> None:
         counts = ("mini_batch_size", "ppo_epochs", "max_tokens_per_micro_batch", "micro_batch_size", "total_steps")
@@ -67,8 +80,10 @@ class TrainingSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"expected {name} of at least 1, got {value}")
-        self.check_bounds(0.0, "lr", "weight_decay", "warmup_steps")
-        self.check_above(0.0, "grad_clip")
+        self.check_bounds(0.0, "lr", "weight_decay", "warmup_steps", "lora_rank")
+        self.check_above(0.0, "grad_clip", "lora_alpha")
+        if self.lora_target_modules and not self.lora_rank:
+            raise ConfigError(f"expected a lora_rank of at least 1 for lora_target_modules, got {self.lora_rank}")
         if self.lr_scheduler != "constant" and self.total_steps is None:
             raise ConfigError(f"expected total_steps for lr_scheduler {self.lr_scheduler!r}, got None")
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.loss_norm_length:
@@ -100,46 +115,60 @@ class Share:
     """Name -> scalars of which the largest of all is wanted."""
 
 
-def check_columns(index: int, row: Row, columns: Mapping[str, Sequence[float]]) -> None:
-    """Raise DataError for a column or mask of another length than the completion of row `index`.
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """Which completion tokens of some rows are in the loss: N of all, in the order of the rows."""
+
+    mask: np.ndarray
+    """bool: every completion token of the rows, one after another."""
+    counts: np.ndarray
+    """int64 [rows]: the tokens of each row that are in the loss; they sum to N."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "LossTokens":
+        """Read the loss masks of `rows`."""
+        masks = [row.loss_mask for row in rows]
+        mask = flat(masks, np.bool_)
+        ends = np.cumsum([len(one) for one in masks], dtype=np.int64)
+        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        return cls(mask, np.diff(before[ends], prepend=0))
+
+    def take(self, columns: Sequence[Entries], device: torch.device) -> Tensor:
+        """The entries of one column of each row inside the loss masks: float32 [N]."""
+        return to_device(flat(columns, np.float32)[self.mask], device)
+
+    def spread(self, of_rows: np.ndarray) -> np.ndarray:
+        """What belongs to each row, given to each of its loss tokens: [rows] to [N]."""
+        return np.repeat(of_rows, self.counts)
+
+    def weights(self, mode: LossAggMode, totals: LossTotals, norm_length: float | None, device: torch.device) -> Tensor:
+        """Weight of each loss token, float32 [N]: the mini-batch's loss is the sum of loss * weight."""
+        of_rows = token_weights(torch.from_numpy(self.counts), mode=mode, totals=totals, norm_length=norm_length)
+        return to_device(self.spread(of_rows.numpy()).astype(np.float32), device)
+
+
+def check_columns(rows: Sequence[Row], columns: Mapping[str, Sequence[Entries | None]]) -> None:
+    """Raise DataError for a column or mask of another length than its row's completion; None is a column not given.
 
     NumericsError for a number inside the loss mask that is not finite; outside it may stand anything.
     """
-    expected = len(row.completion_token_ids)
-    for name, column in {**columns, "loss_mask": row.loss_mask}.items():
-        if len(column) != expected:
-            raise DataError(f"row {index} has {len(column)} {name} for {expected} completion tokens")
-    if not row.prompt_token_ids and any(row.loss_mask):
-        raise DataError(f"row {index} has no prompt token")
-    mask = torch.tensor(row.loss_mask, dtype=torch.bool)
+    lengths = [len(row.completion_token_ids) for row in rows]
+    for name, column in {**columns, "loss_mask": [row.loss_mask for row in rows]}.items():
+        for index, (entries, length) in enumerate(zip(column, lengths, strict=True)):
+            if entries is not None and len(entries) != length:
+                raise DataError(f"row {index} has {len(entries)} {name} for {length} completion tokens")
+    tokens = LossTokens.of(rows)
+    for index, row in enumerate(rows):
+        if not len(row.prompt_token_ids) and tokens.counts[index]:
+            raise DataError(f"row {index} has no prompt token")
     for name, column in columns.items():
-        if not bool(torch.isfinite(torch.tensor(column, dtype=torch.float64)[mask]).all()):
+        given = [
+            np.zeros(length) if entries is None else entries for entries, length in zip(column, lengths, strict=True)
+        ]
+        is_bad = tokens.mask & ~np.isfinite(flat(given, np.float64))
+        if is_bad.any():
+            index = int(np.repeat(np.arange(len(rows)), lengths)[is_bad.argmax()])
             raise NumericsError(f"row {index} has {name} in the loss that are not finite")
-
-
-def loss_tokens(columns: Sequence[Sequence[float]], rows: Sequence[Row], device: torch.device) -> Tensor:
-    """The entries of one column of each row inside the loss masks, one after another: float32 [N]."""
-    values = [
-        value
-        for column, row in zip(columns, rows, strict=True)
-        for value, is_used in zip(column, row.loss_mask, strict=True)
-        if is_used
-    ]
-    return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def loss_weights(
-    rows: Sequence[Row], mode: LossAggMode, totals: LossTotals, norm_length: float | None, device: torch.device
-) -> Tensor:
-    """Weight of each loss token of `rows`, float32 [N]: the mini-batch's loss is the sum of loss * weight."""
-    counts = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.long)
-    weights = token_weights(counts, mode=mode, totals=totals, norm_length=norm_length).repeat_interleave(counts)
-    return weights.to(device, torch.float32)
-
-
-def to_numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """Bring scalars of one device to Python at once."""
-    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)) if scalars else {}
 
 
 def merge(parts: Sequence[Mapping[str, float]], put_together: Callable[[Iterable[float]], float]) -> dict[str, float]:

@@ -1,8 +1,9 @@
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
-from ratchet.data.ragged import lengths_of, padded, ragged
+from ratchet.data.ragged import lengths_of, list_column, padded, ragged
 from ratchet.errors import DataError
 
 FLOATS = pa.list_(pa.float32())
@@ -19,6 +20,34 @@ def test_lists_are_padded_on_the_right_and_come_back_as_they_were() -> None:
     values = padded(column, mask)
     assert values.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 5.0]]
     assert ragged(values, mask).to_pylist() == column.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("type_", "dtype", "rows"),
+    [
+        (pa.float32(), np.float32, [[1.0, 2.0], [], None, [3.0]]),
+        (pa.int32(), np.int32, [[7], None, [8, 9]]),
+        (pa.bool_(), np.bool_, [None, [True, False], [], [True]]),
+        (pa.float32(), np.float32, [None, None]),
+        (pa.float32(), np.float32, []),
+    ],
+)
+def test_a_column_comes_as_one_array_a_row(type_: pa.DataType, dtype: type, rows: list[list[float] | None]) -> None:
+    kept = pa.array(rows, pa.list_(type_))
+    longer = pa.chunked_array([pa.concat_arrays([kept, kept])]).slice(len(kept))
+    for column in (pa.chunked_array([kept]), pa.chunked_array([kept[:1], kept[1:]]), longer):
+        found = list_column(column)
+        assert [None if row is None else row.tolist() for row in found] == rows
+        assert all(row is None or row.dtype == dtype for row in found)
+
+
+def test_the_arrays_of_a_column_are_views_that_cannot_be_written_to() -> None:
+    first, second = list_column(pa.chunked_array([pa.array([[1.0, 2.0], [3.0]], FLOATS)]))
+    assert first is not None
+    assert second is not None
+    assert first.base is second.base is not None
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0.0
 
 
 def test_a_slice_of_a_longer_column_is_read_from_its_own_start() -> None:

@@ -87,7 +87,7 @@ def test_flash_attn_is_called_so_that_it_computes_what_the_cpu_computes(
     )
     kernel = partial(packed_attention._flash_attn, flash_attn_varlen_func)
     flat = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    attended = kernel(*flat, arguments["sequence_borders"], max(LENGTHS), scaling, window)
+    attended = kernel(*flat, arguments["sequences"].borders, max(LENGTHS), scaling, window)
     torch.testing.assert_close(attended, expected[0])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, distributed
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ratchet.algorithms.aggregation import LossAggMode
 from ratchet.algorithms.batch import LossOptions
@@ -198,6 +199,20 @@ def test_equal_states_have_equal_bytes(make_trainer: MakeTrainer, tmp_path: Path
         trainer.save_state(folder)
     one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
     assert one == other
+
+
+def test_a_signal_while_a_state_is_read_is_no_fault_of_the_state(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer()
+    trainer.save_state(tmp_path / "state")
+
+    def end(*arguments: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", end)
+    with pytest.raises(SystemExit):
+        trainer.load_state(tmp_path / "state")
 
 
 def test_a_state_whose_index_would_run_code_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
