@@ -17,6 +17,8 @@ _DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # transformers draws a bar for each file that it reads and writes.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Memory that weights and states are copied to is pinned by several threads: a second saved at the first copy.
+    "PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
 }
 
 _COMPILE_CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")

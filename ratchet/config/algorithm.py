@@ -44,7 +44,11 @@ class RolloutCorrectionConfig(Section):
     Where it is not given: false if rollout.top_p is below 1 or rollout.top_k above 0, else true.
     """
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight tokens by the truncated ratio of policy to sampler, by token or by sequence."""
+    """Weight tokens by the truncated ratio of policy to sampler, by token or by sequence.
+
+    With bypass_mode=true the update itself takes the ratio, of its own log-probs to the sampler's, and no other forward
+    pass is made: by token, truncated at one number, and where a step is one optimizer step.
+    """
     rollout_is_threshold: float | str = 2.0
     """Where the weights are truncated; `"lo_hi"` sets those outside the band to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False

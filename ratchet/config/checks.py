@@ -11,17 +11,26 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from ratchet.algorithms.catalog import POLICY_LOSSES
+from ratchet.algorithms.rollout_bands import weight_band
 from ratchet.config.models import UpdateConfig
 
 if TYPE_CHECKING:
     from ratchet.config.schema import RunConfig
 
+_RESCORED = "algorithm.rollout_correction.bypass_mode=false"
+_ASKED = "actor_rollout_ref.rollout.calculate_log_probs"
 _STEP_FOLDER = re.compile(r"(global_step_|step-)\d+$")
 
 
 def combination_faults(config: "RunConfig") -> list[str]:
     """Return every contradiction between keys, as messages that name them."""
-    return [*_update_faults(config), *_algorithm_faults(config), *_reward_faults(config), *_trainer_faults(config)]
+    return [
+        *_update_faults(config),
+        *_algorithm_faults(config),
+        *_behaviour_faults(config),
+        *_reward_faults(config),
+        *_trainer_faults(config),
+    ]
 
 
 def config_warnings(config: "RunConfig") -> list[str]:
@@ -47,7 +56,6 @@ def _update_faults(config: "RunConfig") -> Iterator[str]:
 
 def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    correction = algorithm.rollout_correction
     if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward are both on: "
@@ -58,23 +66,11 @@ def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
             "algorithm.kl_ctrl.kl_coef is 0, and an adaptive coefficient is multiplied from step to step, so that it "
             "would stay 0; set algorithm.kl_ctrl.kl_coef above 0"
         )
-    if correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
-            "biases the ratio against the policy's; keep top_p=1 and top_k=-1, or set "
-            "algorithm.rollout_correction.bypass_mode=false"
-        )
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         yield (
             "actor_rollout_ref.rollout.val_kwargs.do_sample is on at temperature 0, which samples nothing: "
             "set val_kwargs.temperature above 0"
         )
-    for name in ("rollout_is", "rollout_rs"):
-        if correction.bypass_mode and getattr(correction, name) is not None:
-            yield (
-                f"algorithm.rollout_correction.{name} compares the policy's log-probs with the sampler's, and "
-                "bypass_mode takes the sampler's for both: set algorithm.rollout_correction.bypass_mode=false"
-            )
     if algorithm.filter_groups.enable and rollout.n == 1:
         yield (
             "algorithm.filter_groups.enable drops groups whose rewards are all equal, which a group of one always is: "
@@ -86,6 +82,69 @@ def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
             f"algorithm.gdpo_reward_weights has {len(weights)} weights, and algorithm.gdpo_reward_keys names "
             f"{len(keys)} parts: expected a weight for each"
         )
+
+
+def _behaviour_faults(config: "RunConfig") -> Iterator[str]:
+    """Whether the log-probs that are compared are there: the sampler's, the policy's, the update's own."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    correction, is_asked = algorithm.rollout_correction, rollout.calculate_log_probs
+    if correction.bypass_mode and is_asked and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            "actor_rollout_ref.rollout.top_p below 1 or top_k above 0 renormalises the sampler's log-probs, which "
+            f"biases the ratio against the policy's; keep top_p=1 and top_k=-1, or set {_RESCORED}"
+        )
+    if correction.bypass_mode and correction.rollout_rs is not None:
+        yield (
+            "algorithm.rollout_correction.rollout_rs compares the policy's log-probs with the sampler's before the "
+            f"update, and bypass_mode takes the sampler's for both: set {_RESCORED}"
+        )
+    if correction.bypass_mode and correction.rollout_is is not None and not _is_weighed_in_the_update(config):
+        yield (
+            "algorithm.rollout_correction.rollout_is with bypass_mode=true weighs tokens within the update, which "
+            "takes rollout_is=token with one number as rollout_is_threshold and rollout_is_batch_normalize=false: "
+            f"set these, or {_RESCORED}"
+        )
+    if config.behaviour_source == "update" and not _is_one_optimizer_step(config):
+        cause = f"{_ASKED}=false" if not is_asked else "algorithm.rollout_correction.rollout_is with bypass_mode=true"
+        yield (
+            f"{cause} takes the update's own log-probs as behaviour log-probs, which they are only where a step is one "
+            "optimizer step: leave actor_rollout_ref.actor.ppo_mini_batch_size out and set "
+            f"actor_rollout_ref.actor.ppo_epochs=1, or set {_RESCORED}"
+        )
+    if not is_asked:
+        yield from _unasked_faults(config)
+
+
+def _unasked_faults(config: "RunConfig") -> Iterator[str]:
+    """What reads the log-probs of every rollout, and the sampler reports those of a share."""
+    algorithm = config.algorithm
+    correction = algorithm.rollout_correction
+    if config.trainer.async_level:
+        yield (
+            f"trainer.async_level={config.trainer.async_level} samples with an older policy than is trained, whose "
+            f"log-probs have to be known: set {_ASKED}=true"
+        )
+    for name in ("rollout_is", "rollout_rs"):
+        if getattr(correction, name) is not None:
+            yield f"algorithm.rollout_correction.{name} reads the sampler's log-probs: set {_ASKED}=true"
+    if correction.bypass_mode:
+        readers = {
+            "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+            f"algorithm.adv_estimator={algorithm.adv_estimator}": "sum_pi_squared" in config.advantage_needs,
+        }
+        for name in [name for name, is_on in readers.items() if is_on]:
+            yield f"{name} reads log-probs before the update: set {_ASKED}=true, or {_RESCORED}"
+
+
+def _is_weighed_in_the_update(config: "RunConfig") -> bool:
+    correction = config.algorithm.rollout_correction
+    lowest, _ = weight_band(correction.rollout_is_threshold)
+    return correction.rollout_is == "token" and lowest is None and not correction.rollout_is_batch_normalize
+
+
+def _is_one_optimizer_step(config: "RunConfig") -> bool:
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
 
 
 def _reward_faults(config: "RunConfig") -> Iterator[str]:
@@ -106,7 +165,12 @@ def _reward_faults(config: "RunConfig") -> Iterator[str]:
 
 
 def _trainer_faults(config: "RunConfig") -> Iterator[str]:
-    place = config.trainer.resume_from_path
+    place, processes = config.trainer.resume_from_path, config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if config.actor_rollout_ref.model.lora_rank and processes > 1:
+        yield (
+            f"actor_rollout_ref.model.lora_rank is {config.actor_rollout_ref.model.lora_rank}, and LoRA trains in one "
+            f"process, not in {processes}: set trainer.n_gpus_per_node=1 and trainer.nnodes=1"
+        )
     if config.trainer.resume_mode != "resume_path":
         return
     if not place:
@@ -172,9 +236,29 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
         )
     if algorithm.gdpo_reward_keys and estimator != "gdpo":
         yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}"
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if not model.lora_rank and any(_is_set(model, name) for name in ("lora_alpha", "target_modules")):
+        yield "actor_rollout_ref.model.lora_alpha and target_modules have no effect with lora_rank=0"
+    if rollout.calculate_log_probs and _is_set(rollout, "log_probs_share"):
+        yield f"actor_rollout_ref.rollout.log_probs_share has no effect with {_ASKED}=true"
     trainer = config.trainer
+    if trainer.async_level and not correction.bypass_mode and correction.rollout_is is None:
+        yield (
+            f"trainer.async_level={trainer.async_level} samples with an older policy than is trained, and {_RESCORED} "
+            "without rollout_is does not correct for it: set algorithm.rollout_correction.rollout_is=token"
+        )
+    if trainer.async_level and config.actor_rollout_ref.rollout.free_cache_engine:
+        yield (
+            "actor_rollout_ref.rollout.free_cache_engine has no effect with trainer.async_level=1: the sampler works "
+            "while the policy is trained"
+        )
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}"
+
+
+def _is_set(section: BaseModel, name: str) -> bool:
+    """Whether a key is not its default."""
+    return bool(getattr(section, name) != getattr(type(section)(), name))
 
 
 def _changes(section: BaseModel, *, like: BaseModel | None = None) -> bool:

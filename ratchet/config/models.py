@@ -1,12 +1,13 @@
 """The sections about models: the policy's actor, its rollouts and reference, and the critic."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from ratchet.algorithms.catalog import POLICY_LOSSES, LossAggMode
 from ratchet.config.section import (
     AboveZero,
+    Count,
     Decay,
     DType,
     KLType,
@@ -17,14 +18,39 @@ from ratchet.config.section import (
     Share,
 )
 
+ALL_LINEAR: Final = "all-linear"
+"""Every linear layer but the output head."""
+
 
 class ModelConfig(Section):
-    """Where a model comes from."""
+    """Where a model comes from, and how it computes."""
 
     path: str = ""
     """Hub id, local folder or s3:// folder, such as a run's export; weights, tokenizer and template come from here."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_liger: bool = True
+    """Fused kernels for norms, rotary embeddings and gated MLPs on a GPU, where the model has such; verl's default is
+    false."""
+
+
+def _as_modules(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value != ALL_LINEAR else value
+
+
+class PolicyModelConfig(ModelConfig):
+    """Where the policy comes from, and what of it is trained."""
+
+    lora_rank: Count = 0
+    """Train low-rank adapters of this rank (LoRA, https://arxiv.org/abs/2106.09685) in place of the weights, which are
+    published with the adapters merged; 0 trains every weight. The critic has none."""
+    lora_alpha: Positive = 16
+    """lora_rank: what the adapters add is scaled by lora_alpha / lora_rank."""
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...], BeforeValidator(_as_modules), Field(min_length=1)
+    ] = ALL_LINEAR
+    """lora_rank: names of the layers that have adapters, such as `[q_proj, v_proj]`; all-linear means every linear
+    layer but the output head."""
 
 
 class OptimConfig(Section):
@@ -135,6 +161,8 @@ class ActorConfig(UpdateConfig):
     """Its weight."""
     kl_loss_type: KLType = "low_var_kl"
     """Its estimator: k1 = kl, k2 = mse, k3 = low_var_kl, abs; a `+` takes the gradient of k2."""
+    use_torch_compile: bool = False
+    """Compile the layers of the update, which takes about a minute before the first step; verl's default is true."""
 
 
 class ValSampling(Section):
@@ -181,6 +209,21 @@ class RolloutConfig(Section):
     """Let vLLM split long prompts over iterations."""
     enforce_eager: bool | None = None
     """Run vLLM without CUDA graphs and compilation; on a CPU only, where it is not given."""
+    calculate_log_probs: bool = True
+    """Have the sampler report the log-prob of every token. Without it sampling can be faster; the behaviour log-probs
+    are then the update's own (the step must be one optimizer step), or the policy's with
+    rollout_correction.bypass_mode=false. verl's default is false."""
+    log_probs_share: Share = 0.05
+    """Share of the rollouts, drawn by the seed and at least one a step, whose log-probs the sampler reports without
+    calculate_log_probs: enough to see how far it is from the policy."""
+    max_log_prob_drift: AboveZero = 0.2
+    """Mean difference, in nats a token, between the log-probs that sampler and trainer give one fixed prompt after an
+    update of a segment, above which the step fails: the sampler then has other weights."""
+    free_cache_engine: bool = False
+    """Let vLLM give its memory back while the policy is trained, for models that fill the GPU; verl's default is
+    true."""
+    sleep_level: Literal[1, 2] = 2
+    """free_cache_engine: 1 moves vLLM's weights to the host's memory, 2 drops them, since an update replaces them."""
     val_kwargs: ValSampling = ValSampling()
 
 
@@ -194,7 +237,7 @@ class RefConfig(Section):
 class ActorRolloutRefConfig(Section):
     """The policy: its model, update, rollouts and reference."""
 
-    model: ModelConfig = ModelConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()

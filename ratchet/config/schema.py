@@ -72,8 +72,16 @@ class TrainerConfig(Section):
     """Where metrics go."""
     grain: Literal["stage", "step", "segment"] = "segment"
     """Whether a process lasts for a stage, a step or a segment of steps."""
+    async_level: Literal[0, 1] = 0
+    """Steps by which sampling runs ahead: 0 samples step k from policy k - 1; 1 samples it from policy k - 2, which at
+    segment grain is done while step k - 1 trains. Weigh the tokens then by
+    algorithm.rollout_correction.rollout_is=token."""
     steps_per_segment: Positive = 50
     """Steps that one process runs at segment grain."""
+    full_weights_freq: Positive = 10
+    """In a segment, steps between two full copies of the published weights; the steps in between store what changed."""
+    commit_lag: Positive = 6
+    """In a segment, most steps whose commits may be under way while the next one runs."""
     trainer_state_freq: Positive = 10
     """In a segment, steps between two commits of the trainer's state; other grains commit it every step."""
     save_freq: int = -1
@@ -142,6 +150,19 @@ class RunConfig(Section):
     def critic_is_needed(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return "values" in self.advantage_needs
+
+    @property
+    def behaviour_source(self) -> Literal["sampler", "policy", "update"]:
+        """Whose log-probs the update's ratio is taken against.
+
+        "sampler": as it sampled; "policy": as the policy scored before its update; "update": the update's own, which
+        are the policy's as long as a step is one optimizer step.
+        """
+        correction = self.algorithm.rollout_correction
+        if not correction.bypass_mode:
+            return "policy"
+        is_own = correction.rollout_is is not None or not self.actor_rollout_ref.rollout.calculate_log_probs
+        return "update" if is_own else "sampler"
 
     @property
     def policy_scores_are_needed(self) -> bool:

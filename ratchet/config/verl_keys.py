@@ -103,12 +103,15 @@ FAMILIES: tuple[Rule, ...] = (
 UPDATES: tuple[Rule, ...] = (
     _only("sequences are always packed without padding", (True,), *_each((*_UPDATES, *_MODELS), "use_remove_padding")),
     _ignored(
+        "the policy's update compiles as actor.use_torch_compile says; nothing else does",
+        *_each((_F, "critic", *_FSDP, *_MODELS), "use_torch_compile"),
+    ),
+    _ignored("use model.use_liger", *_each((*_UPDATES, *_FSDP), "use_liger")),
+    _ignored(
         "changes speed or memory at most; the update has one implementation",
         *_each(
             (*_UPDATES, *_FSDP, *_MODELS),
-            "use_torch_compile",
             "use_fused_kernels",
-            "use_liger",
             "fused_kernel_options",
             "tiled_mlp",
             "use_prefix_grouper",
@@ -192,11 +195,21 @@ MODELS: tuple[Rule, ...] = (
     _refused("name Python files in `code`", "*.external_lib"),
     _refused("a model is used as its config.json says", *_each(_MODELS, "override_config")),
     _ignored("files are read where they are", "*.use_shm"),
-    _refused("LoRA is not there", *_each(_MODELS, "lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")),
-    _ignored(
-        "it belongs to LoRA, and lora_rank is 0",
-        *_each(_MODELS, "lora_alpha", "lora", "target_modules", "exclude_modules"),
+    _refused("use model.lora_rank", f"{_M}.lora.rank"),
+    _refused(
+        "adapters begin at 0; start from a folder with merged weights",
+        *_each((_M,), "lora_adapter_path", "lora.adapter_path"),
     ),
+    _refused("name the layers that have adapters in model.target_modules", f"{_M}.exclude_modules"),
+    _refused(
+        "LoRA trains the policy alone",
+        *_each(("critic.model",), "lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path"),
+    ),
+    _ignored(
+        "it belongs to LoRA, which the critic has not",
+        *_each(("critic.model",), "lora_alpha", "lora", "target_modules", "exclude_modules"),
+    ),
+    _ignored("LoRA's keys are lora_rank, lora_alpha and target_modules", f"{_M}.lora"),
 )
 """Models."""
 
@@ -206,7 +219,6 @@ ROLLOUTS: tuple[Rule, ...] = (
         *_each(
             (_R,),
             "mode",
-            "free_cache_engine",
             "enable_prefix_caching",
             "cudagraph_capture_sizes",
             "disable_log_stats",
@@ -217,7 +229,6 @@ ROLLOUTS: tuple[Rule, ...] = (
         ),
     ),
     _ignored("it follows from data.max_prompt_length and data.max_response_length", f"{_R}.max_model_len"),
-    _ignored("the sampler's log-probs are always recorded", f"{_R}.calculate_log_probs"),
     _only("log-probs are those of what was sampled from", ("processed_logprobs",), f"{_R}.logprobs_mode"),
     _only("rollouts are sampled; lower rollout.temperature instead", (True,), f"{_R}.do_sample"),
     _only("the sampler runs where the trainer does", (0,), f"{_R}.nnodes"),
@@ -273,8 +284,8 @@ TRAINER: tuple[Rule, ...] = (
     _ignored("every stage is committed as it ends", "trainer.esi_redundant_time"),
     _ignored("there is no Ray", "trainer.ray_wait_register_center_timeout"),
     _ignored("there is one trainer", "trainer.use_v1"),
-    _only("steps run one after the other", ("sync",), "trainer.v1.trainer_mode"),
-    _refused("steps run one after the other", "trainer.v1"),
+    _only("sampling runs ahead with trainer.async_level=1", ("sync",), "trainer.v1.trainer_mode"),
+    _refused("sampling runs ahead with trainer.async_level=1", "trainer.v1"),
 )
 """How a run is driven."""
 

@@ -7,6 +7,7 @@ from ratchet.flow.part import Part, part, sets
 from ratchet.flow.registered import Registered
 
 _ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
 _LOSS = f"{_ACTOR}.policy_loss"
 _OPTIM = f"{_ACTOR}.optim"
 _CORRECTION = "algorithm.rollout_correction"
@@ -64,12 +65,23 @@ class FSDPPolicyUpdate(Part):
     """Take the sampler's log-probs as behaviour log-probs; otherwise the policy scores the rollouts first, as it does
     by default where the rollout has top_p or top_k."""
     rollout_is: str | None = sets(f"{_CORRECTION}.rollout_is", default=None)
-    """Weight tokens by the truncated ratio of policy to sampler: "token" or "sequence"."""
+    """Weight tokens by the truncated ratio of policy to sampler: "token" or "sequence"; with bypass_mode "token" alone,
+    by the update itself."""
     rollout_is_threshold: float | str = sets(f"{_CORRECTION}.rollout_is_threshold", default=2.0)
     rollout_is_batch_normalize: bool = sets(f"{_CORRECTION}.rollout_is_batch_normalize", default=False)
     rollout_rs: str | None = sets(f"{_CORRECTION}.rollout_rs", default=None)
     """Leave tokens or sequences out by their ratio: a mode, or several with commas."""
     rollout_rs_threshold: float | str | None = sets(f"{_CORRECTION}.rollout_rs_threshold", default=None)
+    use_liger: bool = sets(f"{_MODEL}.use_liger", default=True)
+    """Fused kernels on a GPU, where the model has such."""
+    use_torch_compile: bool = sets(f"{_ACTOR}.use_torch_compile", default=False)
+    """Compile the layers, which takes about a minute before the first step."""
+    lora_rank: int = sets(f"{_MODEL}.lora_rank", default=0)
+    """Train low-rank adapters of this rank in place of the weights; 0 trains every weight."""
+    lora_alpha: int = sets(f"{_MODEL}.lora_alpha", default=16)
+    """What the adapters add is scaled by lora_alpha / lora_rank."""
+    target_modules: str | tuple[str, ...] = sets(f"{_MODEL}.target_modules", default="all-linear")
+    """Names of the layers that have adapters, or all-linear."""
     _registered: ClassVar[Registered]
 
     def __post_init__(self) -> None:

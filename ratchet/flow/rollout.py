@@ -32,6 +32,16 @@ class Rollout(Part):
     ignore_eos: bool = sets(f"{_ROLLOUT}.ignore_eos", default=False)
     max_prompt_length: int = sets("data.max_prompt_length", default=512)
     """Most tokens of a prompt."""
+    calculate_log_probs: bool = sets(f"{_ROLLOUT}.calculate_log_probs", default=True)
+    """Report the log-prob of every token; without it sampling is faster, and the update's own are the behaviour's."""
+    log_probs_share: float = sets(f"{_ROLLOUT}.log_probs_share", default=0.05)
+    """Share of the rollouts whose log-probs are reported all the same."""
+    max_log_prob_drift: float = sets(f"{_ROLLOUT}.max_log_prob_drift", default=0.2)
+    """Mean difference, in nats, of sampler and trainer on a fixed prompt above which a step fails."""
+    free_cache_engine: bool = sets(f"{_ROLLOUT}.free_cache_engine", default=False)
+    """Let vLLM give its memory back while the policy is trained."""
+    sleep_level: int = sets(f"{_ROLLOUT}.sleep_level", default=2)
+    """With free_cache_engine: 1 keeps vLLM's weights in the host's memory, 2 drops them."""
 
 
 ENGINE_ONLY = (
@@ -41,6 +51,8 @@ ENGINE_ONLY = (
     "max_num_seqs",
     "enable_chunked_prefill",
     "enforce_eager",
+    "free_cache_engine",
+    "sleep_level",
 )
 
 

@@ -47,6 +47,10 @@ VLLM = {
     "enable_chunked_prefill": st.booleans(),
     "enforce_eager": st.none() | st.booleans(),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
+    "log_probs_share": UNIT,
+    "max_log_prob_drift": UNIT,
+    "free_cache_engine": st.booleans(),
+    "sleep_level": st.sampled_from([1, 2]),
 }
 ROLLOUTS = st.one_of(
     _some(lambda **more: VLLMRollout("m", **more), **VLLM),
@@ -99,6 +103,8 @@ UPDATES = _some(
     policy_loss=st.sampled_from(["vanilla", "gspo", "gmpo", "clip_cov", "sapo"]), entropy_coeff=UNIT,
     mini_batch_size=st.none() | st.integers(1, 9), betas=st.tuples(st.just(0.5), st.just(0.75)), tau_neg=UNIT,
     lr_scheduler_type=st.sampled_from(["constant", "cosine"]), bypass_mode=st.booleans(), clip_cov_lb=UNIT,
+    use_liger=st.booleans(), use_torch_compile=st.booleans(), lora_rank=st.integers(0, 9), lora_alpha=COUNT,
+    target_modules=st.just("all-linear") | st.lists(NAME, min_size=1, max_size=2).map(tuple),
 )  # fmt: skip
 FLOWS = st.builds(
     lambda rollout, reward, advantage, policy_update: RLDataFlow(

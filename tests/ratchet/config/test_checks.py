@@ -10,6 +10,10 @@ from ratchet.errors import ConfigError
 RESCORED = "algorithm.rollout_correction.bypass_mode=false"
 BYPASSED = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTION = "algorithm.rollout_correction"
+RS = f"{CORRECTION}.rollout_rs=seq_mean_k3"
+ACTOR = "actor_rollout_ref.actor"
+ASKED = "actor_rollout_ref.rollout.calculate_log_probs"
+UNASKED = f"{ASKED}=false"
 
 
 @pytest.mark.parametrize(
@@ -22,9 +26,26 @@ CORRECTION = "algorithm.rollout_correction"
         (["actor_rollout_ref.rollout.top_k=20", BYPASSED], "bypass_mode=false"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "val_kwargs.temperature above 0"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.dro_beta"),
-        ([f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.bypass_mode=false"),
-        ([f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.01"], "bypass_mode=false"),
-        ([RESCORED, f"{CORRECTION}.rollout_rs=seq_mean_k3"], "rollout_rs_threshold"),
+        # Without another forward pass, the update can weigh tokens by one number only, and in one optimizer step.
+        ([f"{CORRECTION}.rollout_is=sequence"], "takes rollout_is=token"),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0"], "one number"),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"], "batch_normalize=false"),
+        ([f"{CORRECTION}.rollout_is=token", f"{ACTOR}.ppo_epochs=2"], "rollout_is with bypass_mode=true takes"),
+        ([f"{CORRECTION}.rollout_is=token", f"{ACTOR}.ppo_mini_batch_size=8"], "ppo_mini_batch_size out"),
+        ([f"{CORRECTION}.rollout_is=token", UNASKED], f"rollout_is reads the sampler's log-probs: set {ASKED}=true"),
+        ([RESCORED, f"{CORRECTION}.rollout_is=token", UNASKED], f"set {ASKED}=true"),
+        ([RESCORED, RS, f"{CORRECTION}.rollout_rs_threshold=0.01", UNASKED], "rollout_rs reads the sampler's"),
+        ([UNASKED, f"{ACTOR}.ppo_epochs=2"], f"{ASKED}=false takes the update's own log-probs"),
+        ([UNASKED, f"{ACTOR}.ppo_mini_batch_size=512"], "one optimizer step"),
+        ([UNASKED, "trainer.async_level=1"], "trainer.async_level=1 samples with an older policy"),
+        ([UNASKED, RESCORED, "trainer.async_level=1"], f"have to be known: set {ASKED}=true"),
+        ([UNASKED, "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward reads log-probs"),
+        ([UNASKED, "algorithm.adv_estimator=optimal_token_baseline"], "optimal_token_baseline reads log-probs"),
+        (["actor_rollout_ref.model.lora_rank=8", "trainer.n_gpus_per_node=2"], "one process, not in 2"),
+        (["actor_rollout_ref.model.target_modules=[]"], "target_modules: Value should have at least 1 item"),
+        (["trainer.async_level=2"], "trainer.async_level: Input should be 0 or 1"),
+        ([RS, f"{CORRECTION}.rollout_rs_threshold=0.01"], RESCORED),
+        ([RESCORED, RS], "rollout_rs_threshold"),
         ([RESCORED, f"{CORRECTION}.rollout_rs=seq_mean_k9", f"{CORRECTION}.rollout_rs_threshold=1"], "seq_mean_k9"),
         (
             [
@@ -67,6 +88,20 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], named
             "actor_rollout_ref.rollout.val_kwargs.do_sample",
             True,
         ),
+        # What a sampler that is not asked would say of a truncated distribution is nobody's.
+        ([UNASKED, "rollout.top_p=0.9", BYPASSED], f"{CORRECTION}.bypass_mode", True),
+        ([UNASKED, f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=8"], ASKED, False),
+        ([UNASKED, RESCORED, f"{ACTOR}.ppo_epochs=2", "algorithm.use_kl_in_reward=true"], ASKED, False),
+        ([UNASKED, f"{ACTOR}.use_kl_loss=true"], ASKED, False),
+        ([UNASKED, "algorithm.adv_estimator=gae", "critic.ppo_epochs=4"], ASKED, False),
+        (["trainer.async_level=1", f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.rollout_is", "token"),
+        (["trainer.async_level=1", "algorithm.adv_estimator=gae"], "trainer.async_level", 1),
+        (
+            ["trainer.async_level=1", "algorithm.filter_groups.enable=true", "rollout.n=2"],
+            "algorithm.filter_groups.enable",
+            True,
+        ),
+        (["actor_rollout_ref.model.target_modules=q_proj"], "actor_rollout_ref.model.target_modules", ("q_proj",)),
         # A critic that nothing trains may have any batch.
         (["trainer.algorithm=grpo", "critic.ppo_mini_batch_size=2048"], "critic.ppo_mini_batch_size", 2048),
         ([RESCORED, f"{CORRECTION}.rollout_is_threshold=0.5_5.0"], f"{CORRECTION}.rollout_is_threshold", "0.5_5.0"),
@@ -116,6 +151,14 @@ def test_every_contradiction_is_named_at_once() -> None:
         (["algorithm.gdpo_reward_keys=[a]"], "algorithm.gdpo_reward_keys has no effect"),
         ([f"{CORRECTION}.rollout_rs_threshold=2"], "rollout_rs_threshold has no effect"),
         (["trainer.resume_from_path=runs/a"], "trainer.resume_from_path has no effect"),
+        (["actor_rollout_ref.model.lora_alpha=32"], "no effect with lora_rank=0"),
+        (["actor_rollout_ref.model.target_modules=[q_proj]"], "no effect with lora_rank=0"),
+        (["actor_rollout_ref.rollout.log_probs_share=0.5"], "log_probs_share has no effect"),
+        (["trainer.async_level=1", RESCORED], "does not correct for it"),
+        (
+            ["trainer.async_level=1", "actor_rollout_ref.rollout.free_cache_engine=true"],
+            "free_cache_engine has no effect",
+        ),
         (["actor_rollout_ref.rollout.n=1"], "nothing is learnt from a group of one"),
     ],
 )
@@ -148,6 +191,22 @@ def test_every_estimator_but_three_compares_a_group() -> None:
     ours = [entry for entry in map(ADVANTAGES.get, ADVANTAGES.names()) if isinstance(entry.home, str)]
     alone = {entry.name for entry in ours if "group" not in entry.needs}
     assert alone == {"gae", "reinforce_plus_plus", "remax"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([], "sampler"),
+        ([RESCORED], "policy"),
+        ([UNASKED], "update"),
+        ([UNASKED, RESCORED], "policy"),
+        ([f"{CORRECTION}.rollout_is=token"], "update"),
+        ([RESCORED, f"{CORRECTION}.rollout_is=token"], "policy"),
+        (["trainer.async_level=1"], "sampler"),
+    ],
+)
+def test_the_ratio_is_taken_against_what_is_known(overrides: list[str], source: str) -> None:
+    assert load_config(overrides=overrides).behaviour_source == source
 
 
 def test_what_grades_is_the_type_alone_or_the_weights() -> None:

@@ -64,6 +64,7 @@ OTHERS: dict[str, list[Any]] = {
     "rollout_rs": [],
     "rollout_rs_threshold": [2.0],
     "compat": ["verl"],
+    "target_modules": [["q_proj"]],
 }
 """Other values of keys whose value is no number or switch; none where the key needs another one beside it."""
 

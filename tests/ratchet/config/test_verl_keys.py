@@ -49,7 +49,6 @@ def test_a_key_of_verl_is_never_called_unknown(group: str) -> None:
         "actor.optim.optimizer=AdamW",
         "actor.checkpoint.load_contents=[model, optimizer, extra]",
         "rollout.mode=async",
-        "rollout.free_cache_engine=false",
         "rollout.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.model.use_remove_padding=True",
         "data.truncation=error",
@@ -66,6 +65,25 @@ def test_a_value_that_changes_nothing_is_taken_with_a_warning(typed: str, caplog
     assert typed.partition("=")[0] in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "rollout.calculate_log_probs=false",
+        "rollout.free_cache_engine=true",
+        "actor.use_torch_compile=true",
+        "actor_rollout_ref.model.use_liger=false",
+        "actor_rollout_ref.model.lora_rank=0",
+        "actor_rollout_ref.model.lora_alpha=16",
+        "actor_rollout_ref.model.target_modules=all-linear",
+    ],
+)
+def test_a_key_that_means_the_same_in_both_is_taken_without_a_word(
+    typed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config(overrides=[N, typed])
+    assert not caplog.records
+
+
 def test_one_warning_lists_all_of_them_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     load_config(overrides=[N, "rollout.mode=async", "trainer.balance_batch=true", "rollout.load_format=dummy"])
     (record,) = caplog.records
@@ -80,7 +98,8 @@ def test_one_warning_lists_all_of_them_with_the_reason(caplog: pytest.LogCapture
         "actor.profiler.enable=false",
         "rollout.multi_turn.enable=False",
         "rollout.engine_kwargs={}",
-        "actor_rollout_ref.model.lora_rank=0",
+        "actor_rollout_ref.model.lora.rank=0",
+        "critic.model.lora_rank=0",
         "actor_rollout_ref.model.override_config={}",
         "actor.router_replay.mode=disabled",
         "data.custom_cls.path=null",
@@ -108,7 +127,10 @@ def test_a_feature_that_is_off_is_taken(typed: str) -> None:
         ("rollout.data_parallel_size=2", "rollout.tensor_model_parallel_size"),
         ("rollout.do_sample=false", "rollout.temperature"),
         ("actor_rollout_ref.model.trust_remote_code=true", "is not run"),
-        ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.model.lora.rank=8", "use model.lora_rank"),
+        ("actor_rollout_ref.model.lora_adapter_path=folder", "merged weights"),
+        ("actor_rollout_ref.model.exclude_modules=[lm_head]", "model.target_modules"),
+        ("critic.model.lora_rank=8", "the policy alone"),
         ("data.custom_cls.path=mine.py", "data.train_files"),
         ("data.truncation=left", "data.filter_overlong_prompts"),
         ("trainer.default_hdfs_dir=hdfs://x", "s3://"),
