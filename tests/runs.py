@@ -122,6 +122,15 @@ class ScriptedSampler:
     def load_weights(self, weights: Any) -> None:
         """Forget nothing: there is nothing."""
 
+    def fingerprint(self) -> int | None:
+        return None
+
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Stay as it is."""
+
     def close(self) -> None:
         """Give nothing back."""
 
@@ -129,7 +138,9 @@ class ScriptedSampler:
 def use_sampler(session: Session, sampler: ScriptedSampler) -> None:
     """Make the session's stages sample from `sampler`."""
     session.residents._sampler = sampler
-    session.residents._held["sampler"] = ""
+    session.residents._held["sampler"] = ("", None, "")
+    # What is scripted answers like no trainer.
+    session.residents._drift = lambda policy: None  # type: ignore[method-assign]
 
 
 def one_step_config(model: Path, problems: Path, **overrides: Any) -> RunConfig:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ratchet.cli.app import RunArgument, StepOption, app, newest_config, open_run
+from ratchet.cli.app import RunArgument, StepOption, app, newest_config, open_run, stage_of_a_step
 from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,14 +52,10 @@ def stage(
 ) -> None:
     """Run one stage of one step. A committed stage is computed again and compared; nothing is published then."""
     from ratchet.grains.entry import replay_stage, take_over
-    from ratchet.stages.graph import step_stage, step_stages
 
     opened = open_run(run)
     config = newest_config(opened)
-    found = step_stage(name, config)
-    if found is None:
-        known = ", ".join(item.name for item in step_stages(config))
-        raise ConfigError(f"a step of run {opened.uri} has no stage {name!r}; its stages are {known}")
+    found = stage_of_a_step(opened, config, name)
     if debug:
         breakpoint()
     if opened.manifest(name, step) is None:
@@ -170,7 +166,10 @@ def _progress(config: "RunConfig") -> Iterator[tuple[Callable[[str, bool], None]
         def listen(place: str, is_committed: bool) -> None:
             folder, _, stage_name = place.partition("/")
             step = parse_step_folder(folder)
-            done = step if is_committed and stage_name == POLICY_UPDATE else None
-            bar.update(task, description=place, completed=done)
+            # What is committed may lie behind what runs.
+            if not is_committed:
+                bar.update(task, description=place)
+            elif stage_name == POLICY_UPDATE:
+                bar.update(task, completed=step)
 
         yield listen, lambda line: bar.console.print(line, highlight=False, soft_wrap=True)

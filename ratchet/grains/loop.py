@@ -1,8 +1,14 @@
 """How stages are composed in one process: what comes before training, a step, a segment of steps, a whole run."""
 
+import gc
+import logging
+from contextlib import ExitStack
+from itertools import count
+
 from ratchet.config import RunConfig
-from ratchet.errors import ConfigError, NotCommittedError
-from ratchet.grains.session import Session
+from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
+from ratchet.grains import overlap
+from ratchet.grains.session import LostPutError, Session
 from ratchet.stages.base_models import BaseCritic, BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
@@ -11,6 +17,11 @@ from ratchet.stages.preprocess import Preprocess
 from ratchet.stages.settings import total_steps
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
+
+logger = logging.getLogger(__name__)
+
+_LOST_PUTS = 3
+"""How often in a row a segment begins again because another attempt was first."""
 
 MAX_SEGMENTS = 40
 """Iterations of one KFP run: every further one costs 10 s when the run is terminated."""
@@ -47,24 +58,63 @@ def plan(session: Session, total: int, steps_per_segment: int, *, most: int = MA
 
 
 def run_segment(session: Session, start: int, stop: int) -> None:
-    """Run the steps from `start` up to and without `stop`; engines stay in memory as the grain says."""
+    """Run the steps from `start` up to and without `stop`; engines stay in memory as the grain says.
+
+    At segment grain commits follow behind the work, and are through when this returns.
+    """
+    if session.config.trainer.grain != "segment":
+        # The process before may have ended between the last step and its evaluation.
+        _evaluate_if_due(session, start - 1)
+        for step in range(start, stop):
+            run_step(session, step)
+            _evaluate_if_due(session, step)
+            if session.config.trainer.grain == "step":
+                session.residents.drop()
+        return
+    run = session.store_run
+    for attempt in count(1):
+        # Whoever made the step before, this process or another, may have ended before its evaluation.
+        _evaluate_if_due(session, start - 1)
+        # What is there of the first steps was left by a process that did not finish them.
+        own_from = max([start - 1, *run.steps()]) + 1
+        try:
+            with session.behind(own_from):
+                _run_resident(session, start, stop)
+            return
+        except LostPutError as error:
+            if attempt == _LOST_PUTS:
+                raise CommitConflictError(f"{error}; {attempt} times in a row") from error
+            logger.warning("%s; starting again from the chain", error)
+            start = max(start, run.last_step() + 1)
+
+
+def _run_resident(session: Session, start: int, stop: int) -> None:
     trainer = session.config.trainer
-    # The process before may have ended between the last step and its evaluation.
-    _evaluate_if_due(session, start - 1)
-    for step in range(start, stop):
-        is_last = step == stop - 1
-        is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
-        is_due = is_last or is_saved or step % trainer.trainer_state_freq == 0
-        run_step(session, step, keep_trainer_state=is_due)
-        _evaluate_if_due(session, step)
-        if trainer.grain == "step":
-            session.residents.drop()
+    with overlap.sampling_ahead(session, stop) as ahead, ExitStack() as at_end:
+        for step in range(start, stop):
+            session.wait_for_room()
+            is_last = step == stop - 1
+            is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
+            is_due = is_last or is_saved or step % trainer.trainer_state_freq == 0
+            ahead.begin(step)
+            run_step(session, step, keep_trainer_state=is_due)
+            if _is_evaluation_due(session, step):
+                ahead.wait()
+                _evaluate_if_due(session, step)
+            if step == start:
+                # What lives as long as the segment is not looked through again: a full collection takes half a second.
+                gc.freeze()
+                at_end.callback(gc.unfreeze)
 
 
 def _evaluate_if_due(session: Session, step: int) -> None:
-    test_freq = session.config.trainer.test_freq
-    if session.config.data.val_files and step > 0 and test_freq > 0 and step % test_freq == 0:
+    if _is_evaluation_due(session, step):
         session.run(Evaluate(), step)
+
+
+def _is_evaluation_due(session: Session, step: int) -> bool:
+    test_freq = session.config.trainer.test_freq
+    return bool(session.config.data.val_files) and step > 0 and test_freq > 0 and step % test_freq == 0
 
 
 def run_step(session: Session, step: int, *, keep_trainer_state: bool = True) -> None:

@@ -82,6 +82,8 @@ class _Reporter:
 
     store: ObjectStore | None
     status: TaskStatus
+    is_terminated: bool = False
+    """Whether a signal has ended the process."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,6 +152,9 @@ def _reported(name: str, task: RunTask) -> Iterator[_Reporter]:
             reporter.end("terminated", ExitCode.TERMINATED, error)
             raise
         except Exception as error:
+            if reporter.is_terminated:
+                # Some take the signal for a fault of what they were at: a user's function, the files of a state.
+                raise SystemExit(int(ExitCode.TERMINATED)) from error
             code = exit_code(error)
             reporter.end("failed", code, error)
             if not isinstance(error, RatchetError):
@@ -169,6 +174,7 @@ def _ended_by_signal(reporter: _Reporter) -> Iterator[None]:
         return
 
     def end(number: int, frame: Any) -> None:
+        reporter.is_terminated = True
         # In a thread of its own: this one may have been interrupted inside the client that the put needs.
         last = threading.Thread(target=reporter.end, args=("terminated", ExitCode.TERMINATED), daemon=True)
         last.start()

@@ -5,6 +5,8 @@ Every grain, from a pod of one stage to a resident segment, runs its stages thro
 
 import logging
 import os
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -12,7 +14,7 @@ from typing import Any
 
 import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
-from ratchet.errors import ConfigError, NotCommittedError
+from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
 from ratchet.grains import distributed
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.residents import Residents
@@ -21,29 +23,55 @@ from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts, layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+from ratchet.store.writer import INLINE, BackgroundWriter, Writer
 from ratchet.tracking.trackers import Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[str, bool], None]
-"""Called with a stage's place (`step-000001/rollout`) when it starts (False) and when it is committed (True)."""
+"""Called with a stage's place (`step-000001/rollout`) when it starts (False) and when it is committed (True).
+
+Inside a segment the second comes later, from the writer's thread, while other stages run.
+"""
+
+GRACE_SECONDS = 20.0
+"""What commits under way are given when a segment ends early: less than pods are given to stop."""
+
+
+_SWITCH_SECONDS = 0.0005
+
+
+class LostPutError(Exception):
+    """Another attempt was first to publish a stage that this process had built on."""
 
 
 class Session:
     """A claimed run with its engines and trackers."""
 
     def __init__(
-        self, run: Run, config: RunConfig, trackers: Trackers, residents: Residents, listener: Listener | None = None
+        self,
+        run: Run,
+        config: RunConfig,
+        trackers: Trackers,
+        residents: Residents,
+        listener: Listener | None = None,
+        make_writer: Callable[[], BackgroundWriter] = BackgroundWriter,
     ) -> None:
+        self._make_writer = make_writer
         self.store_run = run
         self.config = config
         self.trackers = trackers
         self.residents = residents
         self._processes = distributed.processes(config)
         self._listener = listener or (lambda place, is_committed: None)
+        self._writer: Writer = INLINE
+        self._under_way: deque[Manifest] = deque()
 
     def run(self, stage: Stage, step: int | None, *, keep_trainer_state: bool = True) -> Manifest:
-        """Run a stage to its commit, tell the trackers, and keep in memory what the grain keeps."""
+        """Run a stage, tell the trackers of its commit, and keep in memory what the grain keeps.
+
+        The stage is committed when this returns, except inside `behind`.
+        """
         place = layout.stage_folder(stage.name, step)
         is_new = self.store_run.manifest(stage.name, step) is None
         if is_new:
@@ -54,16 +82,67 @@ class Session:
         if is_new and is_update and step and self._processes > 1:
             distributed.launch(self.store_run, stage.name, step, self._processes)
         manifest = run_stage(
-            stage, self.store_run, self.config, step, self.residents, keep_trainer_state=keep_trainer_state
+            stage,
+            self.store_run,
+            self.config,
+            step,
+            self.residents,
+            keep_trainer_state=keep_trainer_state,
+            writer=self._writer,
         )
         if is_new:
-            self.trackers.log(manifest)
-            self._listener(place, True)
-            if is_update and step:
-                self._retain_trainer_states(stage.name, step)
+            self._writer.submit(lambda: self._tell(manifest.committed(), place))
+            if stage.name == POLICY_UPDATE and self._writer is not INLINE:
+                self._under_way.append(manifest)
         if self.config.trainer.grain == "stage":
             self.residents.drop()
         return manifest
+
+    def _tell(self, manifest: Manifest, place: str) -> None:
+        """Say that a stage is committed, and delete what its commit has made superfluous."""
+        self.trackers.log(manifest)
+        self._listener(place, True)
+        if manifest.stage in (POLICY_UPDATE, CRITIC_UPDATE) and manifest.step:
+            self._retain_trainer_states(manifest.stage, manifest.step)
+
+    @contextmanager
+    def behind(self, own_from: int) -> Iterator[None]:
+        """Commit behind the work while the block runs; when it ends without an error, everything is committed.
+
+        Nothing of step `own_from` or later is committed yet. A LostPutError says that another attempt published one of
+        the stages: the chain must be read again. After any other error, what is under way is given a little time. What
+        was made since, and every engine, is dropped.
+        """
+        run, writer = self.store_run, self._make_writer()
+        store = run.store
+        run.store, self._writer = writer.store(store), writer
+        run.assume_own_from(own_from)
+        grace, interval, is_whole = GRACE_SECONDS, sys.getswitchinterval(), False
+        # The engines' thread may wait this long for the writer's, many times a step.
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            yield
+            writer.drain()
+            is_whole = True
+        except CommitConflictError as error:
+            grace = 0.0
+            if writer.failure is error:
+                raise LostPutError(str(error)) from error
+            raise
+        finally:
+            writer.close(seconds=grace)
+            sys.setswitchinterval(interval)
+            run.store, self._writer = store, INLINE
+            self._under_way.clear()
+            run.forget()
+            if not is_whole:
+                # Engines may hold what was never committed, under the name of what will be.
+                self.residents.drop()
+
+    def wait_for_room(self) -> None:
+        """Wait until fewer than `trainer.commit_lag` steps are still to be committed; raises why one cannot be."""
+        while len(self._under_way) >= self.config.trainer.commit_lag:
+            self._under_way.popleft().committed()
 
     def total_steps(self) -> int:
         """Return the steps of the whole run."""
@@ -84,7 +163,8 @@ class Session:
         limit = trainer.max_actor_ckpt_to_keep if stage == POLICY_UPDATE else trainer.max_critic_ckpt_to_keep
         num_states = num_saved = 0
         for step in range(newest, 0, -1):
-            state = self.store_run.require(stage, step).provenance.trainer_state
+            manifest = self.store_run.require(stage, step)
+            state = manifest.provenance.trainer_state
             if state is None:
                 continue
             num_states += 1
@@ -207,21 +287,25 @@ def open_session(
     is_last: bool = True,
     reward: Any = None,
     mesh: Any = None,
+    make_writer: Callable[[], BackgroundWriter] = BackgroundWriter,
 ) -> Iterator[Session]:
     """Open the trackers, bring them up to date, and close everything at the end, whatever happens.
 
     `echo` gets the console tracker's lines. `is_last` says whether the run ends with this session. `reward` is a reward
     object of this process and `mesh` its device mesh, where they are not to be made from the config.
+    `make_writer` makes what commits behind a segment.
     """
     trackers = open_trackers(
         config.trainer.logger,
-        run,
+        # Trackers see what is committed, never what this process has under way.
+        Run(run.root, run.run_id),
         experiment=config.trainer.project_name,
         run_name=run.run_id,
         params=config.model_dump(mode="json"),
         echo=echo,
     )
-    session = Session(run, config, trackers, Residents(run, config, live_reward=reward, mesh=mesh), listener)
+    residents = Residents(run, config, live_reward=reward, mesh=mesh)
+    session = Session(run, config, trackers, residents, listener, make_writer)
     try:
         trackers.catch_up()
         yield session

@@ -34,7 +34,12 @@ class Advantage(Stage):
 
     name = "advantage"
     timing = "adv"
-    config_keys = ("algorithm", "actor_rollout_ref.actor.use_kl_loss", "code")
+    config_keys = (
+        "algorithm",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.rollout.calculate_log_probs",
+        "code",
+    )
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         wanted = {
@@ -56,13 +61,16 @@ class Advantage(Stage):
         import torch
 
         config, step = context.config, read_step(context)
-        behaviour, source = _behaviour(step, config)
+        behaviour = _behaviour(step, config)
         metrics, outputs = _penalise(context, step, behaviour)
         weights, loss_mask, corrected = _correction(step, config)
         # An empty completion has no token to carry its reward, but it is a member of its group all the same.
         rewards = torch.where(step.mask.any(1), step.token_rewards.sum(1), step.rewards)
         advantages, returns = _estimate(context, step, rewards, behaviour, weights)
-        table = _trajectories(step, rewards, advantages, returns, loss_mask, behaviour, source)
+        source = config.behaviour_source
+        # The update takes its own: those that are known here are not the ones that it trains against.
+        of_update = None if source == "update" else behaviour
+        table = _trajectories(step, rewards, advantages, returns, loss_mask, of_update, source)
         outputs["trajectories"] = write_table(context.store, f"{context.folder}/trajectories", table)
         if weights is not None:
             columns = {name: step.table[name] for name in schemas.ROLLOUT_KEY}
@@ -77,12 +85,12 @@ class Advantage(Stage):
             **(_summary("critic/values", step.values[step.mask]) if step.values is not None else {}),
             "critic/constant_groups_ratio": _constant_groups_ratio(table),
         }
-        policy_version = context.inputs["rollouts"].manifest.content.policy_version
+        policy_version = context.inputs["rollouts"].manifest.policy_version
         return Result(outputs=outputs, policy_version=policy_version, metrics=metrics)
 
 
 def _estimate(
-    context: Context, step: StepRollouts, rewards: "Tensor", behaviour: "Tensor", weights: "Tensor | None"
+    context: Context, step: StepRollouts, rewards: "Tensor", behaviour: "Tensor | None", weights: "Tensor | None"
 ) -> "tuple[Tensor, Tensor]":
     """Advantages and returns [B, T] by the estimator that the config names."""
     from ratchet.algorithms.batch import AdvantageBatch
@@ -121,7 +129,7 @@ def _trajectories(
     advantages: "Tensor",
     returns: "Tensor",
     loss_mask: "Tensor",
-    behaviour: "Tensor",
+    behaviour: "Tensor | None",
     source: str,
 ) -> pa.Table:
     from ratchet.algorithms.advantage import group_statistics
@@ -133,7 +141,7 @@ def _trajectories(
         "returns": ragged(returns, step.mask),
         "token_rewards": ragged(step.token_rewards, step.mask),
         "loss_mask": ragged(loss_mask, step.mask),
-        "behaviour_log_probs": ragged(behaviour, step.mask),
+        "behaviour_log_probs": pa.nulls(len(rewards)) if behaviour is None else ragged(behaviour, step.mask),
         "behaviour_source": [source] * len(rewards),
         "group_reward_mean": mean.numpy(),
         "group_reward_std": std.numpy(),
@@ -142,29 +150,35 @@ def _trajectories(
     return pa.table(columns).cast(schemas.TRAJECTORIES)
 
 
-def _behaviour(step: StepRollouts, config: RunConfig) -> "tuple[Tensor, str]":
-    """Log-probs of the policy that the update's ratio is taken against, and who computed them."""
+def _behaviour(step: StepRollouts, config: RunConfig) -> "Tensor | None":
+    """Log-probs of the policy that sampled, as they are known before the update; None where they are not."""
     if not config.algorithm.rollout_correction.bypass_mode:
         assert step.policy_log_probs is not None
-        return step.policy_log_probs, "policy"
-    if step.sampler_log_probs is None:
-        missing = step.table["sampler_log_probs"].to_pylist().index(None)
-        raise DataError(
-            f"{step.name(missing)} has no sampler_log_probs; "
-            "set algorithm.rollout_correction.bypass_mode=false to score it with the policy"
-        )
-    return step.sampler_log_probs, "sampler"
+        return step.policy_log_probs
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        return None
+    _check_sampled(step, "set algorithm.rollout_correction.bypass_mode=false to score it with the policy")
+    return step.sampler_log_probs
+
+
+def _check_sampled(step: StepRollouts, remedy: str) -> None:
+    """Raise DataError for a rollout that its sampler gave no log-probs."""
+    for row in (~step.is_sampled).nonzero()[:1]:
+        raise DataError(f"{step.name(int(row))} has no sampler_log_probs; {remedy}")
 
 
 def _is_adaptive(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.type == "adaptive"
 
 
-def _penalise(context: Context, step: StepRollouts, behaviour: "Tensor") -> tuple[dict[str, float], dict[str, Any]]:
+def _penalise(
+    context: Context, step: StepRollouts, behaviour: "Tensor | None"
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Subtract the KL penalty from the token rewards where it is in the reward; metrics, and the controller's state."""
     algorithm = context.config.algorithm
     if step.reference_log_probs is None:
         return {}, {}
+    assert behaviour is not None
     from ratchet.algorithms.kl import kl_estimate
 
     controller = _controller(context) if _is_adaptive(context.config) else None
@@ -208,14 +222,18 @@ def _correction(step: StepRollouts, config: RunConfig) -> "tuple[Tensor | None, 
         loss_mask = loss_mask & ~is_cut[:, None]
     if options.bypass_mode or step.sampler_log_probs is None or step.policy_log_probs is None:
         return None, loss_mask, {}
-    log_ratio = step.policy_log_probs - step.sampler_log_probs
+    if options.rollout_is is not None or options.rollout_rs is not None:
+        _check_sampled(step, "algorithm.rollout_correction.rollout_is and rollout_rs compare with them")
+    # Without rollout.calculate_log_probs these are a share of the rows.
+    policy, sampler, mask = (one[step.is_sampled] for one in (step.policy_log_probs, step.sampler_log_probs, step.mask))
+    log_ratio = policy - sampler
     compat = config.algorithm.compat
-    metrics = off_policy_metrics(step.policy_log_probs, step.sampler_log_probs, step.mask, compat=compat)
+    metrics = off_policy_metrics(policy, sampler, mask, compat=compat)
     weights = None
     if options.rollout_is is not None:
         weights, found = correction.importance_weights(
             log_ratio,
-            step.mask,
+            mask,
             options.rollout_is,
             options.rollout_is_threshold,
             batch_normalize=options.rollout_is_batch_normalize,
@@ -224,10 +242,10 @@ def _correction(step: StepRollouts, config: RunConfig) -> "tuple[Tensor | None, 
         metrics |= found
     if options.rollout_rs is not None:
         kept, found = correction.rejection_mask(
-            log_ratio, step.mask, options.rollout_rs, options.rollout_rs_threshold, compat=compat
+            log_ratio, mask, options.rollout_rs, options.rollout_rs_threshold, compat=compat
         )
         loss_mask, metrics = loss_mask & kept.bool(), metrics | found
-    difference = (step.policy_log_probs.exp() - step.sampler_log_probs.exp()).abs()[step.mask].double()
+    difference = (policy.exp() - sampler.exp()).abs()[mask].double()
     found = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     if len(difference) > 1:
         found |= {

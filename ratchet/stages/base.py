@@ -8,7 +8,8 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -20,7 +21,9 @@ from ratchet.errors import CommitConflictError, NotCommittedError
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of, finite_metrics
 from ratchet.store.objects import ObjectStore
+from ratchet.store.pending import PendingManifest
 from ratchet.store.run import Run
+from ratchet.store.writer import INLINE, Writer
 
 if TYPE_CHECKING:
     from ratchet.stages.residents import Residents
@@ -39,16 +42,20 @@ class Input:
     @property
     def artifact(self) -> Artifact:
         """Where its files are."""
+        if not self.manifest.has(self.role):
+            place = layout.stage_folder(self.manifest.stage, self.manifest.step)
+            raise NotCommittedError(f"{place} is committed without {self.role}, which this stage reads")
         return self.manifest.output(self.role)
 
     @property
     def digest(self) -> str:
         """What it is."""
-        digest = self.manifest.content.outputs.get(self.role)
-        if digest is None:
-            place = layout.stage_folder(self.manifest.content.stage, self.manifest.content.step)
-            raise NotCommittedError(f"{place} is committed without {self.role}, which this stage reads")
-        return digest
+        return self.artifact.digest
+
+    @property
+    def place(self) -> tuple[str, int | None, str]:
+        """Stage, step and role: what it is called within the run, also while its digest is still computed."""
+        return self.manifest.stage, self.manifest.step, self.role
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,16 +75,19 @@ class Context:
     """Engines that may outlive the stage."""
     keep_trainer_state: bool
     """Whether policy_update writes the trainer's state."""
+    writer: Writer = INLINE
+    """Runs what need not be done before the next stage begins."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """What a stage made; its files are written already."""
+    """What a stage made; its files are written, or the writer's jobs."""
 
-    outputs: dict[str, Artifact]
+    outputs: "Mapping[str, Artifact | Future[Artifact]]"
+    """By role; of what is large, the writer still computes the digests."""
     policy_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    trainer_state: Artifact | None = None
+    trainer_state: "Artifact | Future[Artifact] | None" = None
     on_commit: Callable[[], None] | None = None
     """Called once the manifest is published by this execution; a crash in between leaves it out."""
 
@@ -95,7 +105,7 @@ def step_inputs(run: Run, stages: Iterable[str], step: int | None) -> dict[str, 
 def optional_inputs(run: Run, stage: str, step: int | None, roles: Iterable[str]) -> dict[str, Input]:
     """Return those of `roles` that the committed stage has as outputs."""
     manifest = run.require(stage, step)
-    return {role: Input(manifest, role) for role in roles if role in manifest.content.outputs}
+    return {role: Input(manifest, role) for role in roles if manifest.has(role)}
 
 
 class Stage(ABC):
@@ -146,21 +156,24 @@ def run_stage(
     residents: "Residents",
     *,
     keep_trainer_state: bool = True,
+    writer: Writer = INLINE,
 ) -> Manifest:
     """Run one stage to its commit, or return its manifest if it is committed already.
 
     A manifest with other inputs or another config is a CommitConflictError that names the difference. After a lost put
-    everything resident is dropped and the chain is read again.
+    everything resident is dropped and the chain is read again. With a writer that works behind, a PendingManifest is
+    returned as soon as the stage is computed, and a lost put is the writer's failure.
     """
     inputs = stage.inputs(run, config, step)
     outside = stage.outside_inputs(config)
-    config_digest = digest_of(selected(config, stage.keys(config)))
-    wanted = Wanted({role: item.digest for role, item in inputs.items()}, outside, config_digest)
     committed = run.manifest(stage.name, step)
     if committed is not None:
-        _check_same_work(stage, run, config, committed, wanted)
+        if not isinstance(committed, PendingManifest):
+            _check_same_work(stage, run, config, committed, _wanted(stage, config, inputs, outside))
         return committed
-    run.check_ownership()
+    if writer is INLINE:
+        # Behind the work, the commit asks; before it, one more request to storage would be waited for.
+        run.check_ownership()
     attempt = run.new_attempt()
     context = Context(
         run=run,
@@ -171,49 +184,102 @@ def run_stage(
         folder=layout.attempt_folder(stage.name, step, attempt),
         residents=residents,
         keep_trainer_state=keep_trainer_state,
+        writer=writer,
     )
     place = layout.stage_folder(stage.name, step)
     logger.info("%s: started", place)
     started = time.time()
     result = stage.compute(context)
-    manifest = _manifest(stage, context, result, wanted, attempt, started)
+    work = _Work(stage, context, result, outside, attempt, started, time.time(), residents.device)
+    if writer is not INLINE:
+        pending = work.pending()
+        run.expect(pending)
+        pending.settle(writer.submit(work.commit))
+        return pending
     try:
-        run.commit(manifest)
+        return work.commit()
     except CommitConflictError:
         logger.warning("%s: another attempt was first; starting again from the chain", place)
         residents.drop()
         run.forget()
         published = run.require(stage.name, step)
-        _check_same_work(stage, run, config, published, wanted)
+        _check_same_work(stage, run, config, published, _wanted(stage, config, inputs, outside))
         return published
-    if result.on_commit is not None:
-        result.on_commit()
-    return manifest
 
 
-def _manifest(stage: Stage, context: Context, result: Result, wanted: Wanted, attempt: str, started: float) -> Manifest:
-    # What could not be read when the stage began has been read since, or there would be no result.
-    outside = stage.outside_inputs(context.config) if wanted.outside is None else wanted.outside
-    content = Content(
-        step=context.step,
-        stage=stage.name,
-        policy_version=result.policy_version,
-        inputs=wanted.inputs | (outside or {}),
-        outputs={role: artifact.digest for role, artifact in result.outputs.items()},
-        config=wanted.config,
-    )
-    timing = {f"timing_s/{stage.timing}": time.time() - started} if stage.timing else {}
-    provenance = describe_attempt(
-        context.run,
-        attempt,
-        started=started,
-        device=context.residents.device,
-        read=[item.manifest for item in context.inputs.values()],
-        artifacts=result.outputs,
-        metrics=result.metrics | timing,
-        trainer_state=result.trainer_state,
-    )
-    return Manifest(content=content, provenance=provenance)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A stage that is computed and not yet committed."""
+
+    stage: Stage
+    context: Context
+    result: Result
+    outside: dict[str, str] | None
+    attempt: str
+    started: float
+    ended: float
+    device: str
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        timing = {f"timing_s/{self.stage.timing}": self.ended - self.started} if self.stage.timing else {}
+        return finite_metrics(self.result.metrics | timing)
+
+    def pending(self) -> PendingManifest:
+        return PendingManifest(
+            stage=self.stage.name,
+            step=self.context.step,
+            policy_version=self.result.policy_version,
+            artifacts={role: as_future(artifact) for role, artifact in self.result.outputs.items()},
+            metrics=self.metrics,
+            seconds=self.ended - self.started,
+        )
+
+    def commit(self) -> Manifest:
+        """Publish the stage; of what it read and wrote, every digest is known by now, or is waited for."""
+        stage, context, result = self.stage, self.context, self.result
+        artifacts = {role: as_future(artifact).result() for role, artifact in result.outputs.items()}
+        wanted = _wanted(stage, context.config, context.inputs, self.outside)
+        # What could not be read when the stage began has been read since, or there would be no result.
+        outside = stage.outside_inputs(context.config) if wanted.outside is None else wanted.outside
+        content = Content(
+            step=context.step,
+            stage=stage.name,
+            policy_version=result.policy_version,
+            inputs=wanted.inputs | (outside or {}),
+            outputs={role: artifact.digest for role, artifact in artifacts.items()},
+            config=wanted.config,
+        )
+        state = result.trainer_state
+        provenance = describe_attempt(
+            context.run,
+            self.attempt,
+            started=self.started,
+            ended=self.ended,
+            device=self.device,
+            read=[item.manifest for item in context.inputs.values()],
+            artifacts=artifacts,
+            metrics=self.metrics,
+            trainer_state=None if state is None else as_future(state).result(),
+        )
+        manifest = context.run.commit(Manifest(content=content, provenance=provenance))
+        if result.on_commit is not None:
+            result.on_commit()
+        return manifest
+
+
+def as_future(artifact: "Artifact | Future[Artifact]") -> "Future[Artifact]":
+    """Return an artifact that is there as one that has been waited for."""
+    if isinstance(artifact, Future):
+        return artifact
+    done: Future[Artifact] = Future()
+    done.set_result(artifact)
+    return done
+
+
+def _wanted(stage: Stage, config: RunConfig, inputs: Mapping[str, Input], outside: dict[str, str] | None) -> Wanted:
+    digests = {role: item.digest for role, item in inputs.items()}
+    return Wanted(digests, outside, digest_of(selected(config, stage.keys(config))))
 
 
 def describe_attempt(
@@ -221,21 +287,21 @@ def describe_attempt(
     attempt: str,
     *,
     started: float,
+    ended: float,
     device: str,
     read: Iterable[Manifest],
     artifacts: dict[str, Artifact],
     metrics: dict[str, float],
     trainer_state: Artifact | None = None,
 ) -> Provenance:
-    """Return the provenance of work that began at `started` (Unix seconds) and ends now, under this process's claim."""
+    """Return the provenance of work from `started` to `ended` (Unix seconds), under this process's claim."""
     assert run.owner is not None
-    ended = time.time()
     return Provenance(
         run_id=run.run_id,
         attempt=attempt,
         epoch=run.owner.epoch,
         artifacts=artifacts,
-        previous={layout.stage_folder(item.content.stage, item.content.step): item.sha256 for item in read},
+        previous={layout.stage_folder(item.stage, item.step): item.sha256 for item in read},
         started=started,
         ended=ended,
         device=device,

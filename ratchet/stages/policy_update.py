@@ -20,6 +20,9 @@ _COLUMNS = {
     "reference_log_probs": ("reference_scores", schemas.scores("reference")),
     "importance_weights": ("importance_weights", schemas.IMPORTANCE_WEIGHTS),
 }
+_OF_SAMPLER = {"sampler_log_probs": ("rollouts", schemas.ROLLOUTS)}
+"""What the update compares its own log-probs with, where these are the behaviour's."""
+_WEIGHING_KEYS = tuple(f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
 _TOKENS = "perf/total_num_tokens"
 _EARLIER = ("rollout", "reward", "policy_scores", "reference_scores", "values", "advantage", CRITIC_UPDATE)
 
@@ -33,6 +36,9 @@ class PolicyUpdate(Update):
         "data.train_batch_size",
         "data.max_response_length",
         "actor_rollout_ref.actor",
+        "actor_rollout_ref.model.lora_rank",
+        "actor_rollout_ref.model.lora_alpha",
+        "actor_rollout_ref.model.target_modules",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.temperature",
@@ -43,6 +49,10 @@ class PolicyUpdate(Update):
         "trainer.total_epochs",
         "trainer.total_training_steps",
     )
+
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        is_weighing = config.behaviour_source == "update"
+        return (*self.config_keys, *_WEIGHING_KEYS) if is_weighing else self.config_keys
 
     @property
     def learner(self) -> Learner:
@@ -81,7 +91,8 @@ def training_rows(run: Run, config: RunConfig, step: int) -> list[Any]:
     """Return one TrainRow for each rollout of `step`, in the rollouts' order."""
     from ratchet.engines.trainer import TrainRow
 
-    columns = columns_of(run, _inputs(run, config, step), _COLUMNS)
+    wanted = {**_COLUMNS, **_OF_SAMPLER} if config.behaviour_source == "update" else _COLUMNS
+    columns = columns_of(run, _inputs(run, config, step), wanted)
     return [TrainRow(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
@@ -94,7 +105,7 @@ def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, f
         trainer.skip(step)
         return {}
     metrics: dict[str, float] = trainer.update(training_rows(run, config, step), step=step)
-    if not config.algorithm.rollout_correction.bypass_mode:
+    if config.behaviour_source == "policy":
         # Against the policy's own log-probs the difference is 0; the advantage stage knows the sampler's.
         metrics = {name: value for name, value in metrics.items() if not name.startswith(PROBABILITY_DIFFERENCE)}
     return metrics
@@ -105,7 +116,7 @@ def _step_metrics(context: Context, own_seconds: float, tokens: float | None) ->
     run, config, step = context.run, context.config, context.step
     assert step is not None
     earlier = [run.manifest(name, step) for name in _EARLIER]
-    seconds = own_seconds + sum(item.provenance.ended - item.provenance.started for item in earlier if item)
+    seconds = own_seconds + sum(item.seconds for item in earlier if item)
     if tokens is None:
         columns = columns_of(run, _inputs(run, config, step), {})
         tokens = float(sum(len(ids) for column in columns.values() for ids in column))

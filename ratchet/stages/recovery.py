@@ -99,7 +99,8 @@ def _compare(residents: Residents, learner: Learner, version: int, weights: dict
         logger.info("the replayed %s %d is the committed one, bit for bit", role, version)
         return
     drift = max(
-        float((weights[name].float() - tensor.float()).abs().max()) for name, tensor in residents.weights(committed)
+        float((weights[name].float() - tensor.cpu().float()).abs().max())
+        for name, tensor in residents.weights(committed)
     )
     logger.warning(
         "the replayed %s %d differs from the committed one by at most %g; going on from it", role, version, drift
@@ -116,10 +117,12 @@ def _compare(residents: Residents, learner: Learner, version: int, weights: dict
         outputs={role: replayed},
         config=digest_of({}),
     )
+    now = time.time()
     provenance = describe_attempt(
         run,
         run.new_attempt(),
-        started=time.time(),
+        started=now,
+        ended=now,
         device=residents.torch_device(),
         read=[committed.manifest],
         artifacts={},

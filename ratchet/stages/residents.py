@@ -1,7 +1,7 @@
 """Engines that outlive a stage: the sampler, the trainers, the scorers and the grader of one process.
 
-Trap: an engine's weights are known by the digest of the committed policy they came from; whatever is asked for another
-digest loads it first, so that a stale engine can never be used.
+Trap: an engine's weights are known by the place of the policy they came from; whatever is asked for another one loads
+it first, and the sampler must show that it holds and uses the new weights: a stale engine can never be used.
 """
 
 import logging
@@ -9,14 +9,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config import RunConfig
-from ratchet.stages.base import Input
-from ratchet.store.artifacts import read_folder, scratch
+from ratchet.data import schemas
+from ratchet.data.parquet import read_table
+from ratchet.stages.base import Context, Input
+from ratchet.stages.handshake import check_same_weights, compare_log_probs
+from ratchet.stages.publishing import Publisher
+from ratchet.store.manifest import Artifact
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+from ratchet.store.weights import read_weights
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Place = tuple[str, int | None, str]
+"""Stage, step and role of a model, as `Input.place`."""
+
+_PROBE_TOKENS = 128
 _WEIGHTS = ".safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -50,14 +59,19 @@ class Residents:
         self.mesh = mesh
         self.trainers: dict[str, Any] = {}
         """Role ("policy", "critic") -> its trainer."""
-        self._shared_folder = shared_folder
+        self.shared_folder = shared_folder
+        """A local folder that every rank of this node sees, where there are several."""
         self._live_reward = live_reward
         self._sampler: Sampler | None = None
         self._scorers: dict[str, Scorer | ValueScorer] = {}
         self._grader: Grader | None = None
-        self._held: dict[str, str] = {}
-        self._fresh: dict[str, tuple[str, dict[str, torch.Tensor]]] = {}
-        """Role -> digest and weights of what was published last."""
+        self._held: dict[str, Place] = {}
+        self._publishers: dict[str, Publisher] = {}
+        self._fresh: dict[Place, dict[str, torch.Tensor]] = {}
+        """The weights published last, where the trainer left them: as many versions as a sampler may be behind."""
+        self._probe: list[int] | None = None
+        self.drift: float | None = None
+        """Mean difference, in nats, of sampler and trainer on the fixed prompt, when the sampler was last updated."""
         self._folder: Path | None = None
         self._tokenizer: Any = None
 
@@ -65,15 +79,6 @@ class Residents:
     def is_main(self) -> bool:
         """Whether this process is rank 0, or alone; the others compute with it and write nothing."""
         return os.environ.get("RANK", "0") == "0"
-
-    @contextmanager
-    def state_folder(self) -> Iterator[Path]:
-        """Yield a local folder that every rank of this node sees, to write the trainer's state to."""
-        if self._shared_folder is not None:
-            yield self._shared_folder
-        else:
-            with scratch() as folder:
-                yield folder
 
     @property
     def device(self) -> str:
@@ -90,7 +95,10 @@ class Residents:
         return torch_device(self.config.trainer.device).type
 
     def sampler(self, policy: Input) -> "Sampler":
-        """Return the sampler with the weights of `policy`."""
+        """Return the sampler with the weights of `policy`.
+
+        After every change of weights it must hold exactly those that it was given, and answer as the trainer does.
+        """
         if self._sampler is None:
             from ratchet.engines.open_sampler import open_sampler
             from ratchet.stages.settings import sampler_settings
@@ -99,11 +107,46 @@ class Residents:
             self._sampler = open_sampler(
                 self.config.actor_rollout_ref.rollout.name, self.model_folder(policy), **settings
             )
-            self._held["sampler"] = policy.digest
-        elif self._held["sampler"] != policy.digest:
-            self._sampler.load_weights(self.weights(policy))
-            self._held["sampler"] = policy.digest
+        elif self._held.get("sampler") == policy.place:
+            return self._sampler
+        else:
+            weights = dict(self.weights(policy))
+            # Until all of it is done, it holds nobody's weights.
+            self._held.pop("sampler", None)
+            self._sampler.load_weights(weights.items())
+            if policy.manifest.step != 0:
+                # Version 0 comes as its files are, in their own dtype.
+                check_same_weights(self._sampler, weights.values(), policy.place)
+        self.drift = self._drift(policy)
+        self._held["sampler"] = policy.place
         return self._sampler
+
+    def rest_sampler(self) -> None:
+        """Let the sampler give its memory to the update, where the config says so and it does not sample meanwhile."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if self._sampler is None or not rollout.free_cache_engine or self.config.trainer.async_level:
+            return
+        self._sampler.sleep()
+        if rollout.sleep_level == 2:
+            # Its weights are gone: whatever it is asked next, it is given them first.
+            self._held.pop("sampler", None)
+
+    def _drift(self, policy: Input) -> float | None:
+        """Compare sampler and trainer on the fixed prompt, where the trainer is at this version."""
+        trainer = self.trainers.get("policy")
+        if self._sampler is None or trainer is None or trainer.policy_version != policy.manifest.step:
+            return None
+        limit = self.config.actor_rollout_ref.rollout.max_log_prob_drift
+        return compare_log_probs(self._sampler, trainer, self._probe_tokens(), limit=limit, place=policy.place)
+
+    def _probe_tokens(self) -> list[int]:
+        if self._probe is None:
+            from ratchet.engines.model import chat_prompt_ids
+
+            prompts = Input(self.run.require("preprocess/train", None), "prompts")
+            first = read_table(self.run.store, prompts.artifact, schemas.PROMPTS).slice(0, 1).to_pylist()[0]
+            self._probe = chat_prompt_ids(self.tokenizer(), first["prompt"])[:_PROBE_TOKENS]
+        return self._probe
 
     def scorer(self, role: str, policy: Input) -> "Scorer":
         """Return the scorer of `role` ("policy" or "reference") with the weights of `policy`."""
@@ -126,9 +169,10 @@ class Residents:
     def _scorer(self, role: str, weights: Input, open_: Any, settings: Any) -> "Scorer | ValueScorer":
         if role not in self._scorers:
             self._scorers[role] = open_(self.model_folder(weights), **settings(self.config, self.torch_device()))
-        elif self._held[role] != weights.digest:
+        elif self._held.get(role) != weights.place:
+            self._held.pop(role, None)
             self._scorers[role].load_weights(dict(self.weights(weights)))
-        self._held[role] = weights.digest
+        self._held[role] = weights.place
         return self._scorers[role]
 
     def grader(self) -> "Grader":
@@ -158,15 +202,23 @@ class Residents:
             self._tokenizer = load_tokenizer(self.base_folder())
         return self._tokenizer
 
-    def publish(self, role: str, digest: str, weights: "dict[str, torch.Tensor]") -> None:
-        """Keep the weights just published under `digest`, so that engines need not read them back."""
-        self._fresh[role] = (digest, weights)
+    def publish(self, place: Place, context: Context, weights: "dict[str, torch.Tensor]") -> "Future[Artifact]":
+        """Publish the weights of a step, and keep them so that engines need not read them back."""
+        _, step, role = place
+        assert step is not None
+        if role not in self._publishers:
+            self._publishers[role] = Publisher(role, self.config.trainer.full_weights_freq)
+        kept = [one for one in self._fresh if one[2] == role]
+        for old in kept[: len(kept) - self.config.trainer.async_level]:
+            del self._fresh[old]
+        self._fresh[place] = weights
+        return self._publishers[role].publish(context, step, weights)
 
     def weights(self, model: Input) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the weights of a policy or critic under their names, from memory where they are there."""
-        digest, weights = self._fresh.get(model.role, (None, {}))
-        if digest == model.digest:
-            yield from weights.items()
+        fresh = self._fresh.get(model.place)
+        if fresh is not None:
+            yield from fresh.items()
             return
         from safetensors import safe_open
 
@@ -184,7 +236,7 @@ class Residents:
         if target.is_dir():
             return target
         partial = target.with_suffix(".partial")
-        if model.manifest.content.step == 0:
+        if model.manifest.step == 0:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             base = self.base_folder(role)
@@ -193,7 +245,7 @@ class Residents:
             for path in base.iterdir():
                 if path.suffix != _WEIGHTS and path.name != _INDEX:
                     shutil.copyfile(path, partial / path.name)
-        read_folder(self.run.store, model.artifact, partial)
+        read_weights(self.run, model.manifest.committed(), role, partial)
         partial.replace(target)
         return target
 
@@ -209,7 +261,7 @@ class Residents:
             if engine is not None:
                 engine.close()
         self._sampler, self._grader = None, None
-        for held in (self.trainers, self._scorers, self._fresh, self._held):
+        for held in (self.trainers, self._scorers, self._fresh, self._held, self._publishers):
             held.clear()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from ratchet.data.join import prompts_by_id
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
 from ratchet.stages.base_models import model_digest
+from ratchet.stages.training_prompts import training_prompts
 from ratchet.store.run import Run
 from ratchet.tracking.metrics import summary
 
@@ -36,6 +37,11 @@ def reward_sources(config: RunConfig) -> dict[str, str] | None:
 
 REWARD_KEYS = ("reward_model", "custom_reward_function", "code")
 """Config keys that a reward depends on."""
+_GRADED = [
+    *schemas.ROLLOUT_KEY,
+    *("prompt_id", "prompt_token_ids", "completion_token_ids", "completion", "finish_reason"),
+]
+"""Columns of a rollout that are read here."""
 
 
 class Reward(Stage):
@@ -72,24 +78,20 @@ class Reward(Stage):
                 per_token = read_table(store, inputs["graded_tokens"].artifact, schemas.TOKEN_REWARDS)
         else:
             samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
-            table, per_token = grade_samples(context, _prompts(context), samples)
+            table, per_token = grade_samples(context, training_prompts(context), samples)
         outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
         if per_token is not None:
             outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", per_token)
         if "greedy_rollouts" in inputs:
             greedy_samples = read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS)
-            greedy, _ = grade_samples(context, _prompts(context), greedy_samples)
+            greedy, _ = grade_samples(context, training_prompts(context), greedy_samples)
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
         return Result(outputs=outputs, metrics=_metrics(table))
 
 
-def _prompts(context: Context) -> pa.Table:
-    return read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
-
-
 def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
     """Grade a table of rollouts: the table of their rewards, and of token rewards where the reward gives them."""
-    rows = samples.to_pylist()
+    rows = samples.select(_GRADED).to_pylist()
     by_id = prompts_by_id(prompts, [row["prompt_id"] for row in rows])
     graded = grade_rows(
         context,

@@ -3,26 +3,35 @@
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.order import batch_positions, refill_positions, sample_seed
-from ratchet.data.parquet import read_table, table_from_rows, write_table
+from ratchet.data.parquet import write_table
 from ratchet.errors import EngineError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.reward import REWARD_KEYS, reward_sources
 from ratchet.stages.rounds import sample_in_rounds
-from ratchet.stages.settings import greedy_params, sampling_params
+from ratchet.stages.settings import greedy_params, rollout_version, sampling_params
+from ratchet.stages.training_prompts import training_prompts
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.metrics import summary
 
 GREEDY = -1
 """sample_index of the greedy completion that ReMax compares with."""
+PROBE = "training/probe_log_prob_diff"
+"""Mean difference, in nats, of sampler and trainer on a fixed prompt, when the sampler was given these weights."""
+_DRAWS = 1 << 32
+"""Values of a row's draw."""
 
 
 class Rollout(Stage):
-    """Sample `n` completions a prompt from policy version step - 1. Committed rollouts are never sampled again."""
+    """Sample `n` completions a prompt from the policy before the step, or with `trainer.async_level` one further back.
+
+    Committed rollouts are never sampled again.
+    """
 
     name = "rollout"
     timing = "gen"
@@ -31,6 +40,7 @@ class Rollout(Stage):
         "data.max_response_length",
         "data.shuffle",
         "actor_rollout_ref.rollout",
+        "trainer.async_level",
         "trainer.seed",
     )
 
@@ -46,7 +56,7 @@ class Rollout(Stage):
         assert step is not None
         return {
             "prompts": Input(run.require("preprocess/train", None), "prompts"),
-            "policy": Input(run.require(POLICY_UPDATE, step - 1), "policy"),
+            "policy": Input(run.require(POLICY_UPDATE, rollout_version(config, step)), "policy"),
         }
 
     def outside_inputs(self, config: RunConfig) -> dict[str, str] | None:
@@ -55,7 +65,7 @@ class Rollout(Stage):
     def compute(self, context: Context) -> Result:
         step, config = context.step, context.config
         assert step is not None
-        prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
+        prompts = training_prompts(context)
         prompt_ids: list[str] = prompts["prompt_id"].to_pylist()
         positions = batch_positions(
             step, prompt_ids, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
@@ -79,7 +89,10 @@ class Rollout(Stage):
             place = {prompt_id: position for position, prompt_id in enumerate(prompt_ids)}
             greedy = sample_groups(context, prompts, [place[prompt_id] for prompt_id in ids], is_greedy=True)
             outputs["greedy_rollouts"] = write_table(context.store, f"{context.folder}/greedy_rollouts", greedy)
-        return Result(outputs=outputs, policy_version=step - 1, metrics=_metrics(table) | metrics)
+        version = rollout_version(config, step)
+        if context.residents.drift is not None:
+            metrics[PROBE] = context.residents.drift
+        return Result(outputs=outputs, policy_version=version, metrics=_metrics(table) | metrics)
 
 
 def sample_groups(context: Context, prompts: pa.Table, positions: list[int], *, is_greedy: bool = False) -> pa.Table:
@@ -90,38 +103,53 @@ def sample_groups(context: Context, prompts: pa.Table, positions: list[int], *, 
     step, config = context.step, context.config
     assert step is not None
     tokenizer = context.residents.tokenizer()
-    rows: list[dict[str, Any]] = []
-    for prompt in prompts.take(positions).to_pylist():
-        token_ids = chat_prompt_ids(tokenizer, prompt["prompt"])
-        for sample_index in [GREEDY] if is_greedy else range(config.actor_rollout_ref.rollout.n):
-            rows.append(
-                {
-                    "group_id": f"{step:06d}/{prompt['prompt_id']}",
-                    "sample_index": sample_index,
-                    "prompt_id": prompt["prompt_id"],
-                    "prompt_token_ids": token_ids,
-                    "policy_version": step - 1,
-                    "seed": sample_seed(config.trainer.seed, step, prompt["prompt_id"], sample_index),
-                }
-            )
-    requests = [SampleRequest(row["prompt_token_ids"], row["seed"]) for row in rows]
+    chosen = prompts.select(["prompt_id", "prompt"]).take(positions)
+    prompt_ids: list[str] = chosen["prompt_id"].to_pylist()
+    # Once a prompt, not once a completion.
+    token_ids = [chat_prompt_ids(tokenizer, messages) for messages in chosen["prompt"].to_pylist()]
+    indices = [GREEDY] if is_greedy else range(config.actor_rollout_ref.rollout.n)
+    rows = [(place, index) for place in range(len(prompt_ids)) for index in indices]
+    seeds = [sample_seed(config.trainer.seed, step, prompt_ids[place], index) for place, index in rows]
+    requests = [
+        SampleRequest(token_ids[place], seed, with_log_probs=is_asked)
+        for (place, _), seed, is_asked in zip(rows, seeds, _asked(config, seeds), strict=True)
+    ]
     params = greedy_params(config) if is_greedy else sampling_params(config)
     completions = context.residents.sampler(context.inputs["policy"]).sample(requests, params)
-    if len(completions) != len(rows):
-        raise EngineError(f"the sampler returned {len(completions)} completions for {len(rows)} requests")
-    for row, completion in zip(rows, completions, strict=True):
-        row["completion_token_ids"] = completion.token_ids
-        row["completion"] = completion.text
-        row["sampler_log_probs"] = completion.log_probs
-        row["finish_reason"] = completion.finish_reason
-    return table_from_rows(rows, schemas.ROLLOUTS)
+    if len(completions) != len(requests):
+        raise EngineError(f"the sampler returned {len(completions)} completions for {len(requests)} requests")
+    columns: dict[str, list[Any]] = {
+        "group_id": [f"{step:06d}/{prompt_ids[place]}" for place, _ in rows],
+        "sample_index": [index for _, index in rows],
+        "prompt_id": [prompt_ids[place] for place, _ in rows],
+        "prompt_token_ids": [request.prompt_token_ids for request in requests],
+        "completion_token_ids": [completion.token_ids for completion in completions],
+        "completion": [completion.text for completion in completions],
+        "sampler_log_probs": [completion.log_probs for completion in completions],
+        "finish_reason": [completion.finish_reason for completion in completions],
+        "policy_version": [rollout_version(config, step)] * len(rows),
+        "seed": seeds,
+    }
+    return pa.table(columns, schema=schemas.ROLLOUTS)
+
+
+def _asked(config: RunConfig, seeds: list[int]) -> list[bool]:
+    """Which rows the sampler reports log-probs of: all, or a share that their own seeds draw, at least one."""
+    rollout = config.actor_rollout_ref.rollout
+    # The low bits, so that what is watched is no range of seeds.
+    draws = [seed % _DRAWS for seed in seeds]
+    limit = _DRAWS if rollout.calculate_log_probs else rollout.log_probs_share * _DRAWS
+    limit = max(limit, min(draws, default=0) + 1)
+    return [draw < limit for draw in draws]
 
 
 def _metrics(table: pa.Table) -> dict[str, float]:
-    lengths = [len(ids) for ids in table["completion_token_ids"].to_pylist()]
+    lengths, prompt_lengths = (
+        pc.list_value_length(table[f"{part}_token_ids"]).to_pylist() for part in ("completion", "prompt")
+    )
     truncated = [reason == "length" for reason in table["finish_reason"].to_pylist()]
     return {
         **summary("response_length", lengths),
         "response_length/clip_ratio": sum(truncated) / len(truncated),
-        **summary("prompt_length", [len(ids) for ids in table["prompt_token_ids"].to_pylist()]),
+        **summary("prompt_length", prompt_lengths),
     }

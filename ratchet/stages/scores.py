@@ -2,9 +2,11 @@
 
 from typing import Literal
 
+import pyarrow as pa
+
 from ratchet.config import RunConfig
 from ratchet.data import schemas
-from ratchet.data.parquet import read_table, table_from_rows, write_table
+from ratchet.data.parquet import read_table, write_table
 from ratchet.stages.base import Context, Input, Result, Stage, step_inputs
 from ratchet.store.run import POLICY_UPDATE, Run
 
@@ -46,11 +48,10 @@ class Scores(Stage):
             )
         else:
             columns[f"{self.role}_log_probs"] = scorer.log_probs(prompts, completions)
-        keys = rollouts.select(list(schemas.ROLLOUT_KEY)).to_pylist()
-        rows = [key | {name: values[row] for name, values in columns.items()} for row, key in enumerate(keys)]
-        schema = schemas.scores(self.role, with_sum_pi_squared=with_squares)
-        artifact = write_table(context.store, f"{context.folder}/{self.name}", table_from_rows(rows, schema))
-        policy_version = context.inputs["policy"].manifest.content.step
+        keys = {name: rollouts[name].to_pylist() for name in schemas.ROLLOUT_KEY}
+        table = pa.table({**keys, **columns}, schema=schemas.scores(self.role, with_sum_pi_squared=with_squares))
+        artifact = write_table(context.store, f"{context.folder}/{self.name}", table)
+        policy_version = context.inputs["policy"].manifest.step
         return Result(outputs={self.name: artifact}, policy_version=policy_version)
 
     def _with_squares(self, config: RunConfig) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ratchet.algorithms.rollout_bands import weight_band
 from ratchet.config import RunConfig
 from ratchet.data.order import steps_per_epoch
 from ratchet.store.run import Run
@@ -21,6 +22,11 @@ def total_steps(run: Run, config: RunConfig) -> int:
     rows = run.require("preprocess/train", None).output("prompts").rows
     assert rows is not None
     return config.trainer.total_epochs * steps_per_epoch(rows, config.data.train_batch_size)
+
+
+def rollout_version(config: RunConfig, step: int) -> int:
+    """Return the policy version that samples `step`: the one before it, or as far behind as sampling runs ahead."""
+    return max(step - 1 - config.trainer.async_level, 0)
 
 
 def sampling_params(config: RunConfig) -> "SamplingParams":
@@ -68,6 +74,8 @@ def sampler_settings(config: RunConfig, device: str) -> dict[str, Any]:
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enforce_eager": rollout.enforce_eager,
+        "free_cache_engine": rollout.free_cache_engine,
+        "sleep_level": rollout.sleep_level,
         "max_model_len": config.data.max_prompt_length + config.data.max_response_length,
     }
 
@@ -97,9 +105,17 @@ def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
     from ratchet.engines.trainer import TrainerSettings
 
     actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
+    model = config.actor_rollout_ref.model
+    targets = model.target_modules
     return TrainerSettings(
         **_update_settings(run, config, actor),
-        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        use_liger=model.use_liger,
+        use_torch_compile=actor.use_torch_compile,
+        lora_rank=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        lora_target_modules=() if isinstance(targets, str) or not model.lora_rank else targets,
+        importance_threshold=_importance_threshold(config),
         policy_loss=loss.loss_mode,
         loss_options=LossOptions(
             clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
@@ -130,8 +146,18 @@ def critic_settings(run: Run, config: RunConfig) -> "CriticSettings":
     return CriticSettings(
         **_update_settings(run, config, critic),
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        use_liger=critic.model.use_liger,
         cliprange_value=critic.cliprange_value,
     )
+
+
+def _importance_threshold(config: RunConfig) -> float | None:
+    """Where the update truncates the weights that it takes itself, if it does."""
+    correction = config.algorithm.rollout_correction
+    if config.behaviour_source != "update" or correction.rollout_is is None:
+        return None
+    _, threshold = weight_band(correction.rollout_is_threshold)
+    return threshold
 
 
 def _update_settings(run: Run, config: RunConfig, section: "ActorConfig | CriticConfig") -> dict[str, Any]:

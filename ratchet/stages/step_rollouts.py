@@ -32,6 +32,9 @@ class StepRollouts:
     reward_parts: "dict[str, Tensor]" = field(default_factory=dict)
     greedy_rewards: "Tensor | None" = None
     sampler_log_probs: "Tensor | None" = None
+    """0 in rows that the sampler was not asked about; None if it was asked about none."""
+    is_sampled: "Tensor"
+    """bool [B]: whether the row has sampler_log_probs."""
     policy_log_probs: "Tensor | None" = None
     reference_log_probs: "Tensor | None" = None
     sum_pi_squared: "Tensor | None" = None
@@ -59,6 +62,7 @@ def read_step(context: Context) -> StepRollouts:
         group_index=torch.tensor([groups.setdefault(group_id, len(groups)) for group_id in group_ids]),
         rewards=torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64),
         token_rewards=torch.zeros(mask.shape, dtype=torch.float64),
+        is_sampled=torch.from_numpy(rollouts["sampler_log_probs"].is_valid().to_numpy()),
         reward_parts=_parts(rewards),
     )
     _check_finite(step)
@@ -66,8 +70,10 @@ def read_step(context: Context) -> StepRollouts:
     step.token_rewards[rows, lengths[rows] - 1] = step.rewards[rows]
     if "token_rewards" in context.inputs:
         _spread(step, aligned(rollouts, _table(context, "token_rewards", schemas.TOKEN_REWARDS), "token_rewards"))
-    if not rollouts["sampler_log_probs"].null_count:
-        step.sampler_log_probs = padded(rollouts["sampler_log_probs"], mask)
+    if bool(step.is_sampled.any()):
+        step.sampler_log_probs = torch.zeros(mask.shape)
+        known = rollouts["sampler_log_probs"].drop_null()
+        step.sampler_log_probs[step.is_sampled] = padded(known, mask[step.is_sampled])
     for role in ("policy", "reference"):
         name = f"{role}_scores"
         if name in context.inputs:

@@ -4,16 +4,19 @@ Trap: with several processes every rank runs `compute`, since the trainers' call
 """
 
 from abc import abstractmethod
+from concurrent.futures import Future
 from typing import Any
 
 from ratchet.data import schemas
 from ratchet.data.join import aligned
 from ratchet.data.parquet import read_table
+from ratchet.data.ragged import list_column
 from ratchet.stages.base import Context, Input, Result, Stage
-from ratchet.stages.recovery import Learner, save_weights, trainer_at
+from ratchet.stages.recovery import Learner, trainer_at
 from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import Run
+from ratchet.store.writer import direct
 
 
 class Update(Stage):
@@ -27,28 +30,32 @@ class Update(Stage):
     def compute(self, context: Context) -> Result:
         step, residents, learner = context.step, context.residents, self.learner
         assert step is not None
+        residents.rest_sampler()
         trainer = trainer_at(residents, learner, step - 1)
         metrics = learner.update(trainer, context.run, context.config, step)
-        weights = trainer.export_weights(learner.dtype(context.config))
+        weights = trainer.export_weights(learner.dtype(context.config), device="own")
         state = _trainer_state(context, trainer)
         if not residents.is_main:
             return Result(outputs={})
-        with scratch() as folder:
-            save_weights(weights, folder)
-            artifact = write_folder(context.store, f"{context.folder}/{learner.role}", folder)
-        residents.publish(learner.role, artifact.digest, weights)
+        artifact = residents.publish((self.name, step, learner.role), context, weights)
         return Result(outputs={learner.role: artifact}, policy_version=step, metrics=dict(metrics), trainer_state=state)
 
 
-def _trainer_state(context: Context, trainer: Any) -> Artifact | None:
+def _trainer_state(context: Context, trainer: Any) -> "Artifact | Future[Artifact] | None":
     if not context.keep_trainer_state:
         return None
-    residents = context.residents
-    with residents.state_folder() as folder:
-        trainer.save_state(folder)
-        if not residents.is_main:
-            return None
-        return write_folder(context.store, f"{context.folder}/trainer_state", folder)
+    residents, place = context.residents, f"{context.folder}/trainer_state"
+    if residents.shared_folder is not None:
+        trainer.save_state(residents.shared_folder)
+        return write_folder(context.store, place, residents.shared_folder) if residents.is_main else None
+    staged = trainer.stage_state()
+
+    def write() -> Artifact:
+        with scratch() as folder:
+            staged.write(folder)
+            return write_folder(direct(context.store), place, folder)
+
+    return context.writer.submit(write)
 
 
 def columns_of(run: Run, inputs: dict[str, Input], wanted: dict[str, tuple[str, Any]]) -> dict[str, list[Any]]:
@@ -57,13 +64,13 @@ def columns_of(run: Run, inputs: dict[str, Input], wanted: dict[str, tuple[str, 
     The rollouts' own token ids come with them. A column whose table is not among the inputs is None in every row.
     """
     rollouts = read_table(run.store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
-    columns = {name: rollouts[name].to_pylist() for name in ("prompt_token_ids", "completion_token_ids")}
-    tables: dict[str, Any] = {}
+    columns = {name: list_column(rollouts[name]) for name in ("prompt_token_ids", "completion_token_ids")}
+    tables: dict[str, Any] = {"rollouts": rollouts}
     for column, (role, schema) in wanted.items():
         if role not in inputs:
             columns[column] = [None] * rollouts.num_rows
             continue
         if role not in tables:
             tables[role] = aligned(rollouts, read_table(run.store, inputs[role].artifact, schema), role)
-        columns[column] = tables[role][column].to_pylist()
+        columns[column] = list_column(tables[role][column])
     return columns

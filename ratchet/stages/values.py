@@ -35,4 +35,4 @@ class Values(Stage):
             for row, one in zip(rows, values, strict=True)
         ]
         artifact = write_table(context.store, f"{context.folder}/values", table_from_rows(scored, schemas.VALUES))
-        return Result(outputs={"values": artifact}, policy_version=context.inputs["critic"].manifest.content.step)
+        return Result(outputs={"values": artifact}, policy_version=context.inputs["critic"].manifest.step)

@@ -46,7 +46,12 @@ class Engine:
         token_ids = [60, 61]
         log_probs = [{token_id: SimpleNamespace(logprob=-0.5)} for token_id in token_ids]
         one = SimpleNamespace(token_ids=token_ids, finish_reason="length", logprobs=log_probs)
-        return [SimpleNamespace(outputs=[one]) for _ in prompts]
+        found = []
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            known = [None, *({token_id: SimpleNamespace(logprob=-1.0)} for token_id in ids[1:])]
+            found.append(SimpleNamespace(outputs=[one], kv_transfer_params=None, prompt_logprobs=known))
+        return found
 
     def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
         self.calls["weights"] += 1
@@ -61,7 +66,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill")
     module, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
     module.__spec__, platforms.__spec__ = ModuleSpec("vllm", None), ModuleSpec("vllm.platforms", None)
-    parts: dict[str, Any] = {"LLM": Engine, "SamplingParams": SimpleNamespace, "TokensPrompt": dict}
+    parts: dict[str, Any] = {"__version__": "0", "LLM": Engine, "SamplingParams": SimpleNamespace, "TokensPrompt": dict}
     for name, value in {**parts, "EngineArgs": make_dataclass("EngineArgs", names)}.items():
         setattr(module, name, value)
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)  # type: ignore[attr-defined]
@@ -94,7 +99,11 @@ def test_row_05_every_argument_reaches_vllms_engine_and_its_sampling(
         advantage=GRPOAdvantage(),
         policy_update=FSDPPolicyUpdate(dtype="float32", entropy_coeff=0.01, lr=1e-3),
     )
-    config = rest(problems, data={"max_prompt_length": 200}, trainer={"total_training_steps": 2})
+    # What is made up here answers like no trainer.
+    drift = {"rollout": {"max_log_prob_drift": 1e9}}
+    config = rest(
+        problems, data={"max_prompt_length": 200}, trainer={"total_training_steps": 2}, actor_rollout_ref=drift
+    )
     result = PPOTrainer(data_flow=flow, config=config).fit(run_id="vllm")
     engine = Engine.last.calls["engine"]
     told = {
@@ -109,7 +118,8 @@ def test_row_05_every_argument_reaches_vllms_engine_and_its_sampling(
     }
     assert {name: engine[name] for name in told} == told
     assert Path(engine["model"]).name.startswith("policy-"), "the run's own copy of what was named"
-    requests = Engine.last.calls["requests"]
+    # One more asks for a prompt's log-probs, after the new weights.
+    requests = [(prompt, params) for prompt, params in Engine.last.calls["requests"] if params.max_tokens > 1]
     assert len(requests) == 2 * 2 * 3, "two steps of two prompts, three completions each"
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_tokens": 7}
     assert all(vars(params) | sampling == vars(params) for _, params in requests)
@@ -156,10 +166,13 @@ def test_row_15_an_existing_device_mesh_is_trained_on_and_left_alone(
     tmp_path: Path, tiny_model: Path, problems: Path, rest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
-    shard = sharded.shard
-    monkeypatch.setattr(
-        sharded, "shard", lambda module, mesh, settings: (used.append(mesh), shard(module, mesh, settings))
-    )
+    place = sharded.place_model
+
+    def place_and_note(module: Any, mesh: Any, settings: Any) -> Any:
+        used.append(mesh)
+        return place(module, mesh, settings)
+
+    monkeypatch.setattr(sharded, "place_model", place_and_note)
 
     def fit(run_id: str, **mesh: Any) -> Any:
         flow = RLDataFlow(

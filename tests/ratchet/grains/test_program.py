@@ -15,6 +15,7 @@ import tenacity
 
 from ratchet.errors import (
     ConfigError,
+    DataError,
     EngineError,
     NotCommittedError,
     NumericsError,
@@ -163,6 +164,19 @@ program.run("rollout", work, StageTask(root={str(tmp_path)!r}, run_id="run", sub
     assert process.wait() == ExitCode.TERMINATED
     process.stdout.close()
     assert time.monotonic() - started < 2
+    assert (_status(tmp_path).state, _status(tmp_path).exit_code) == ("terminated", 143)
+
+
+def test_a_signal_that_is_taken_for_another_fault_is_a_signal(tmp_path: Path) -> None:
+    def work(task: RunTask) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise DataError("the reward raised SystemExit") from error
+
+    with pytest.raises(SystemExit) as ended:
+        program.run("rollout", work, _task(tmp_path))
+    assert ended.value.code == ExitCode.TERMINATED
     assert (_status(tmp_path).state, _status(tmp_path).exit_code) == ("terminated", 143)
 
 

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
+from ratchet.store.artifacts import scratch
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+from ratchet.store.weights import read_weights
 from tests.runs import Stopped, content_digests, stop_at, table_rows, tiny_config, train_tiny, write_problems
 
 
@@ -38,7 +40,9 @@ def _config(tmp_path: Path, model: Path, **options: Any) -> RunConfig:
 
 
 def _weights(run: Run, stage: str, role: str, step: int) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.uri) / run.require(stage, step).output(role).folder / "model.safetensors")
+    with scratch() as folder:
+        read_weights(run, run.require(stage, step), role, folder)
+        return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.slow

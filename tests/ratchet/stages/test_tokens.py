@@ -42,7 +42,7 @@ def test_the_trainer_gets_the_sampled_ids_and_the_end_token_counts(
             session.run(stage, 1)
         rows = training_rows(session.store_run, config, 1)
     for row in rows:
-        assert row.completion_token_ids == ids
-        assert row.behaviour_log_probs == pytest.approx(log_probs)
+        assert list(row.completion_token_ids) == ids
+        assert list(row.behaviour_log_probs) == pytest.approx(log_probs)
         # The end token is trained on like any other; a truncated completion is left out as a whole, as configured.
-        assert row.loss_mask == [not is_truncated] * len(ids)
+        assert list(row.loss_mask) == [not is_truncated] * len(ids)
