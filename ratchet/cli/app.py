@@ -8,10 +8,11 @@ import typer
 
 from ratchet import __version__
 from ratchet.environment import set_defaults
-from ratchet.errors import NotCommittedError, RatchetError
+from ratchet.errors import ConfigError, NotCommittedError, RatchetError
 
 if TYPE_CHECKING:
     from ratchet.config import RunConfig
+    from ratchet.stages.base import Stage
     from ratchet.store.run import Run
 
 app = typer.Typer(
@@ -66,3 +67,14 @@ def newest_config(run: "Run") -> "RunConfig":
     from ratchet.stages import measurement
 
     return measurement.newest_config(run)
+
+
+def stage_of_a_step(run: "Run", config: "RunConfig", name: str) -> "Stage":
+    """Return the stage of that name; ConfigError where a step of this run has none."""
+    from ratchet.stages.graph import step_stage, step_stages
+
+    found = step_stage(name, config)
+    if found is None:
+        known = ", ".join(item.name for item in step_stages(config))
+        raise ConfigError(f"a step of run {run.uri} has no stage {name!r}; its stages are {known}")
+    return found

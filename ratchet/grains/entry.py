@@ -7,7 +7,7 @@ iteration to the next.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,15 +28,15 @@ from ratchet.grains.tasks import (
     StageTask,
     StepTask,
 )
-from ratchet.stages.base import Context, Stage
+from ratchet.stages.base import Context, Stage, as_future
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.graph import step_stage, step_stages
 from ratchet.stages.residents import Residents
 from ratchet.stages.settings import total_steps
 from ratchet.store import layout
 from ratchet.store.artifacts import scratch
-from ratchet.store.manifest import Manifest
-from ratchet.store.objects import open_store
+from ratchet.store.manifest import Artifact, Manifest
+from ratchet.store.objects import ObjectStore, open_store
 from ratchet.store.run import POLICY_UPDATE, Run
 
 logger = logging.getLogger(__name__)
@@ -198,8 +198,18 @@ def take_over(found: Stage, run: Run, config: RunConfig, step: int) -> Manifest:
         return session.run(found, step)
 
 
-def replay_stage(found: Stage, run: Run, config: RunConfig, step: int) -> dict[str, tuple[str, str]]:
-    """Compute a committed stage again from its inputs. Returns role -> (committed digest, computed digest)."""
+def replay_stage(
+    found: Stage,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    *,
+    look: Callable[[ObjectStore, str, Artifact], None] = lambda store, role, artifact: None,
+) -> dict[str, tuple[str, str]]:
+    """Compute a committed stage again from its inputs. Returns role -> (committed digest, computed digest).
+
+    `look` is shown each output that was computed, with the store that holds it until this returns.
+    """
     committed = run.require(found.name, step)
     residents = Residents(run, config)
     with scratch() as folder:
@@ -217,7 +227,10 @@ def replay_stage(found: Stage, run: Run, config: RunConfig, step: int) -> dict[s
             result = found.compute(context)
         finally:
             residents.close()
-    return {role: (committed.content.outputs[role], artifact.digest) for role, artifact in result.outputs.items()}
+        computed = {role: as_future(artifact).result() for role, artifact in result.outputs.items()}
+        for role, artifact in computed.items():
+            look(context.store, role, artifact)
+    return {role: (committed.content.outputs[role], artifact.digest) for role, artifact in computed.items()}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ data/<split>/manifest.json                  prompts
 step-000012/<stage>/manifest.json           the commit point of a stage
 step-000012/<stage>/<attempt>/...           what that attempt wrote
 status/<submission>/<task>.json             what a pod last said of itself: no part of the chain, replaced freely
+preflight/<probe>                           what preflight wrote to see whether it can, and deletes
 
 Beside the runs, relative to the root:
 
@@ -27,6 +28,10 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OWNER = re.compile(r"owner/(\d{4,})\.json")
 _CHAMPION = re.compile(r"(\d{4,})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_MANIFEST = re.compile(r"((?:step-\d{6,}|data)/[^/]+)/manifest\.json")
+_IN_ATTEMPT = re.compile(r"(?:step-\d{6,}|data)/[^/]+/((\d{4,})-[0-9a-f]+)/.+")
+_CODE = re.compile(r"code/([0-9a-f]{64})/[^/]+")
+_BESIDE_THE_CHAIN = re.compile(r"run\.json|(?:submissions|owner)/\d{4,}\.json|(?:status|preflight)/.+")
 
 
 def check_run_id(run_id: str) -> str:
@@ -91,6 +96,17 @@ def code(sha256: str, name: str) -> str:
     return f"code/{sha256}/{name}"
 
 
+def parse_code(key: str) -> str | None:
+    """Return the sha256 that the bytes of a user's Python file must have, or None if it is another object."""
+    match = _CODE.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_beside_the_chain(key: str) -> bool:
+    """Whether the object is one that no manifest names though it belongs to the run: identity, claims, statuses."""
+    return bool(_BESIDE_THE_CHAIN.fullmatch(key))
+
+
 def step_folder(step: int) -> str:
     """Folder of everything that belongs to `step`; step 0 is what precedes training."""
     return f"step-{step:06d}"
@@ -112,6 +128,18 @@ def stage_folder(stage: str, step: int | None) -> str:
 def manifest(stage: str, step: int | None) -> str:
     """Key of a stage's manifest."""
     return f"{stage_folder(stage, step)}/manifest.json"
+
+
+def parse_manifest(key: str) -> str | None:
+    """Return the folder of the stage whose manifest `key` is, or None if it is another object."""
+    match = _MANIFEST.fullmatch(key)
+    return match[1] if match else None
+
+
+def parse_attempt(key: str) -> tuple[str, int] | None:
+    """Return the folder and the epoch of the attempt that an object lies in, or None if it lies in none."""
+    match = _IN_ATTEMPT.fullmatch(key)
+    return (key[: match.end(1)], int(match[2])) if match else None
 
 
 def attempt_folder(stage: str, step: int | None, attempt: str) -> str:

@@ -43,3 +43,32 @@ def test_what_cannot_be_a_folders_name_is_no_run_id(run_id: str) -> None:
 def test_usual_run_ids_are_taken() -> None:
     for run_id in ("grpo-2026.11.30_a", "7", "x" * 128):
         assert layout.check_run_id(run_id) == run_id
+
+
+def test_every_object_of_a_run_is_read_back_for_what_it_is() -> None:
+    assert layout.parse_manifest(layout.manifest("reward", 12)) == "step-000012/reward"
+    assert layout.parse_manifest(layout.manifest("preprocess/val", None)) == "data/val"
+    assert layout.parse_attempt("step-000012/reward/0003-ab/rewards/part-0") == ("step-000012/reward/0003-ab", 3)
+    assert layout.parse_attempt("data/val/12345-ab/prompts/part-0") == ("data/val/12345-ab", 12345)
+    assert layout.parse_code(layout.code("a" * 64, "reward.py")) == "a" * 64
+    beside = [layout.RUN, layout.owner(1), layout.submission(1), layout.status("id", "segment", 3), "preflight/probe"]
+    assert all(map(layout.is_beside_the_chain, beside))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "notes.txt",
+        "step-000012/manifest.json",
+        "step-000012/reward/notes",
+        "step-000012/reward/0003-ab",
+        "step-000012/reward/old/part-0",
+        "step-12/reward/manifest.json",
+        "code/reward.py",
+        "owner/notes.txt",
+    ],
+)
+def test_what_is_in_no_place_of_a_run_is_nothing_of_it(key: str) -> None:
+    found = (layout.parse_manifest(key), layout.parse_attempt(key), layout.parse_code(key))
+    assert found == (None, None, None)
+    assert not layout.is_beside_the_chain(key)

@@ -1,0 +1,192 @@
+"""The verbs verify, gc and replay."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import cli
+from ratchet.store import layout
+from ratchet.store.manifest import Artifact, FileEntry, canonical_json, sha256_file
+from ratchet.store.run import Run
+from tests.runs import tiny_config, train_tiny, write_problems
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    out: str
+    err: str
+
+
+Ratchet = Callable[..., Finished]
+
+
+@pytest.fixture
+def ratchet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ratchet:
+    """Run the command line in this process, as its entry point does."""
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def run(*arguments: object) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["ratchet", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        captured = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return Finished(end.value.code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Folder of a finished run of two steps, the second one a delta."""
+    root = tmp_path_factory.mktemp("trained")
+    values = {"trainer.grain": "segment", "trainer.full_weights_freq": 9, "trainer.total_training_steps": 2}
+    train_tiny(root, "run", tiny_config(tiny_model, write_problems(root / "problems.jsonl"), **values))
+    return root / "run"
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def policy_file(folder: Path, step: int) -> Path:
+    place, (entry, *_) = Run(str(folder.parent), folder.name).require("policy_update", step).output("policy").stored
+    return folder / place / entry.path
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_whole_run_ends_with_0_and_one_line(ratchet: Ratchet, trained: Path) -> None:
+    finished = ratchet("verify", trained)
+    assert (finished.code, finished.err) == (0, "")
+    (line,) = finished.out.splitlines()
+    assert line.startswith(f"{trained}: 0 faults | 11 manifests, ")
+    assert " bytes hashed, 0 decisions on champions | 0 trainer states deleted by retention" in line
+    assert " bytes listed, " in ratchet("verify", trained, "--fast").out
+
+
+def test_verify_names_what_is_damaged_and_ends_with_1(ratchet: Ratchet, folder: Path) -> None:
+    path = policy_file(folder, 2)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    finished = ratchet("verify", folder)
+    assert (finished.code, finished.err) == (1, "")
+    fault, line = finished.out.splitlines()
+    assert fault.startswith(f"fault: {path.relative_to(folder)}: expected sha256 ")
+    assert line.startswith(f"{folder}: 1 faults | ")
+    assert ratchet("verify", folder, "--fast").code == 0
+    path.unlink()
+    finished = ratchet("verify", folder, "--fast", "--json")
+    assert finished.code == 1
+    said = json.loads(finished.out)
+    assert [fault["place"] for fault in said["faults"]] == [path.relative_to(folder).as_posix()]
+    assert (said["is_fast"], said["manifests"], said["leftovers"]) == (True, 11, [])
+
+
+def test_a_place_without_a_run_is_no_proof(ratchet: Ratchet, tmp_path: Path) -> None:
+    finished = ratchet("verify", tmp_path / "run")
+    assert finished.code == 2
+    assert finished.err.startswith("ratchet: no run at ")
+
+
+# -- gc ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gc_lists_and_deletes_when_it_is_told_to(ratchet: Ratchet, folder: Path) -> None:
+    old, new = (folder / "step-000001" / "reward" / f"0001-{name}" / "part" for name in ("aa", "bb"))
+    for path, hours in ((old, 30), (new, 1)):
+        path.parent.mkdir()
+        path.write_bytes(b"dead")
+        written = path.stat().st_mtime - hours * 3600
+        os.utime(path, (written, written))
+    verified = ratchet("verify", folder)
+    assert verified.code == 0  # what is left over is no fault
+    assert "left over: step-000001/reward/0001-aa | 1 objects, 4 bytes, quiet for 30.0 h\n" in verified.out
+    assert ratchet("gc", folder).out.splitlines() == [
+        "due: step-000001/reward/0001-aa | 1 objects, 4 bytes, quiet for 30.0 h",
+        "kept, may be under way: step-000001/reward/0001-bb | 1 objects, 4 bytes, quiet for 1.0 h",
+        f"{folder}: 4 bytes of 1 attempts to delete (--delete)",
+    ]
+    assert old.is_file()
+    said = json.loads(ratchet("gc", folder, "--older-than", "0.5", "--json").out)
+    assert {key: [one["folder"][-4:] for one in ones] for key, ones in said.items()} == {
+        "due": ["1-aa", "1-bb"],
+        "kept": [],
+        "deleted": [],
+    }
+    finished = ratchet("gc", folder, "--delete")
+    assert finished.code == 0
+    assert finished.out.splitlines()[0].startswith("deleted: step-000001/reward/0001-aa | ")
+    assert finished.out.splitlines()[-1] == f"{folder}: 4 bytes of 1 attempts deleted"
+    assert (old.is_file(), new.is_file()) == (False, True)
+    assert ratchet("verify", folder).code == 0
+
+
+def test_gc_refuses_a_damaged_run(ratchet: Ratchet, folder: Path) -> None:
+    (folder / layout.manifest("reward", 1)).unlink()
+    assert ratchet("gc", folder, "--older-than", "0").code == 0
+    finished = ratchet("gc", folder, "--older-than", "0", "--delete")
+    assert finished.code == 2
+    assert "so nothing is deleted: step-000001/reward/manifest.json: " in finished.err
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def test_replay_of_an_update_that_is_a_delta_is_equal(ratchet: Ratchet, trained: Path) -> None:
+    assert policy_file(trained, 2).suffix == ".delta"
+    finished = ratchet("replay", trained, "--step", 2, "--stage", "policy_update")
+    assert finished.code == 0, finished.err
+    assert finished.out.startswith("policy: equal (committed ")
+    finished = ratchet("replay", trained, "--step", 1, "--stage", "reward", "--json")
+    (said,) = map(json.loads, finished.out.splitlines())
+    assert (said["role"], said["is_equal"], said["largest_difference"]) == ("rewards", True, None)
+
+
+def test_replay_of_another_policy_tells_by_how_much_it_differs(ratchet: Ratchet, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = policy_file(folder, 1)
+    weights = load_file(path)
+    tensor = weights["model.norm.weight"]
+    old = float(tensor[3])
+    tensor[3] = old + 0.5
+    difference = abs(float(tensor[3]) - old)
+    save_file(weights, path, metadata={"format": "pt"})
+    commit_as_it_is(folder, path)
+    finished = ratchet("replay", folder, "--step", 1, "--stage", "policy_update")
+    assert finished.code == 1, finished.err
+    assert finished.out.startswith("policy: different (committed ")
+    assert finished.out.endswith(f"), the largest difference of a weight is {difference:g}\n")
+
+
+def test_replay_of_what_is_not_committed_is_an_error(ratchet: Ratchet, trained: Path) -> None:
+    assert ratchet("replay", trained, "--step", 3, "--stage", "rollout").code == 2
+    finished = ratchet("replay", trained, "--step", 1, "--stage", "polish")
+    assert finished.code == 2
+    assert "no stage 'polish'" in finished.err
+
+
+def commit_as_it_is(folder: Path, path: Path) -> None:
+    """Make the manifest of step 1's policy say what is stored now."""
+    key = folder / layout.manifest("policy_update", 1)
+    raw: dict[str, Any] = json.loads(key.read_bytes())
+    entry = FileEntry(path=path.name, bytes=path.stat().st_size, sha256=sha256_file(path))
+    raw["provenance"]["artifacts"]["policy"]["files"] = [
+        {"path": entry.path, "bytes": entry.bytes, "sha256": entry.sha256}
+    ]
+    raw["content"]["outputs"]["policy"] = Artifact(folder="", files=(entry,)).digest
+    key.write_bytes(canonical_json(raw))
