@@ -86,6 +86,27 @@ def curve(run: Run) -> dict[str, Any]:
     return {"steps": steps, "held_out": held_out}
 
 
+def draw_curve(axes: Any, numbers: dict[str, Any], index: int, seed: str) -> None:
+    """Draw what `curve` returned: the reward's running mean, and the held-out accuracy; `index` picks the color."""
+    rewards = [step["reward"] for step in numbers["steps"]]
+    running = [
+        sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / len(rewards[max(0, i - WINDOW + 1) : i + 1])
+        for i in range(len(rewards))
+    ]
+    color = f"C{index}"
+    label = f"reward, running mean of {WINDOW} steps, {seed}"
+    axes.plot([step["step"] for step in numbers["steps"]], running, color=color, alpha=0.6, label=label)
+    held_out = numbers["held_out"]
+    accuracy = [one["accuracy"] for one in held_out]
+    bars = [
+        [value - one["ci95_low"] for value, one in zip(accuracy, held_out, strict=True)],
+        [one["ci95_high"] - value for value, one in zip(accuracy, held_out, strict=True)],
+    ]
+    places = [one["step"] + index for one in held_out]
+    label = f"held-out accuracy, 95% interval, {seed}"
+    axes.errorbar(places, accuracy, yerr=bars, fmt="s", ms=4, color=color, capsize=3, label=label)
+
+
 def _draw(arguments: argparse.Namespace) -> None:
     import matplotlib as mpl
 
@@ -96,24 +117,7 @@ def _draw(arguments: argparse.Namespace) -> None:
     figure, panels = pyplot.subplots(2, 3, figsize=(10, 5.5), sharex=True, sharey=True)
     for axes, name in zip(panels.flat, ALGORITHMS, strict=True):
         for index, path in enumerate(sorted(arguments.out.glob(f"curve-{name}*.json"))):
-            numbers = json.loads(path.read_text(encoding="utf-8"))
-            rewards = [step["reward"] for step in numbers["steps"]]
-            running = [
-                sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / len(rewards[max(0, i - WINDOW + 1) : i + 1])
-                for i in range(len(rewards))
-            ]
-            color, seed = f"C{index}", f"seed {index}"
-            label = f"reward, running mean of {WINDOW} steps, {seed}"
-            axes.plot([step["step"] for step in numbers["steps"]], running, color=color, alpha=0.6, label=label)
-            held_out = numbers["held_out"]
-            accuracy = [one["accuracy"] for one in held_out]
-            bars = [
-                [value - one["ci95_low"] for value, one in zip(accuracy, held_out, strict=True)],
-                [one["ci95_high"] - value for value, one in zip(accuracy, held_out, strict=True)],
-            ]
-            places = [one["step"] + index for one in held_out]
-            label = f"held-out accuracy, 95% interval, {seed}"
-            axes.errorbar(places, accuracy, yerr=bars, fmt="s", ms=4, color=color, capsize=3, label=label)
+            draw_curve(axes, json.loads(path.read_text(encoding="utf-8")), index, f"seed {index}")
         axes.set(title=name, ylim=(-0.1, 1))
         axes.grid(alpha=0.3)
         axes.set(xlabel="step" if axes in panels[-1] else "")
