@@ -112,6 +112,8 @@ def test_ligers_layers_do_what_torch_does(architecture: str, dtype: str, toleran
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's
+# torch's compiler imports a module of torch that is deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "changed",
     [
