@@ -7,7 +7,6 @@ still reads.
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -94,11 +93,6 @@ class FlatWeights:
         """Wait until what was last filled in is there."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def write(self, path: Path) -> None:
-        """Write the file; `wait` comes first."""
-        with path.open("wb") as file:
-            file.write(self.data)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         if weights.keys() != self._tensors.keys():

@@ -36,8 +36,6 @@ Inside a segment the second comes later, from the writer's thread, while other s
 
 GRACE_SECONDS = 20.0
 """What commits under way are given when a segment ends early: less than pods are given to stop."""
-
-
 _SWITCH_SECONDS = 0.0005
 
 
@@ -163,8 +161,7 @@ class Session:
         limit = trainer.max_actor_ckpt_to_keep if stage == POLICY_UPDATE else trainer.max_critic_ckpt_to_keep
         num_states = num_saved = 0
         for step in range(newest, 0, -1):
-            manifest = self.store_run.require(stage, step)
-            state = manifest.provenance.trainer_state
+            state = self.store_run.require(stage, step).provenance.trainer_state
             if state is None:
                 continue
             num_states += 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ratchet.engines.flat_weights import FlatWeights
 
-FILE = "model.safetensors"
+_FILE = "model.safetensors"
 _WORTH = 0.7
 """A delta of more than this share of the file is hardly worth its chain: the next version is stored in full."""
 
@@ -64,9 +64,9 @@ class Publisher:
         """Store a version; afterwards the memory of the one before is free for another."""
         file.wait()
         store, folder = direct(context.store), f"{context.folder}/{self._role}"
-        entry = FileEntry(path=FILE, bytes=len(file.data), sha256=hashlib.sha256(file.data).hexdigest())
+        entry = _describe(file)
         if base is None or is_full or not self._is_worth_it:
-            store.put(f"{folder}/{FILE}", file.data)
+            store.put(f"{folder}/{entry.path}", file.data)
             artifact = Artifact(folder=folder, files=(entry,))
             self._is_worth_it = True
         else:
@@ -76,3 +76,16 @@ class Publisher:
         if base is not None:
             self._spare.append(base.file)
         return artifact
+
+
+def digest_of_weights(weights: "Mapping[str, Tensor]") -> str:
+    """Return the digest of the artifact that these weights are published as; nothing is written."""
+    from ratchet.engines.flat_weights import FlatWeights
+
+    file = FlatWeights.like(weights)
+    file.wait()
+    return Artifact(folder="", files=(_describe(file),)).digest
+
+
+def _describe(file: "FlatWeights") -> FileEntry:
+    return FileEntry(path=_FILE, bytes=len(file.data), sha256=hashlib.sha256(file.data).hexdigest())

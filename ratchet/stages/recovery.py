@@ -8,12 +8,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ratchet.config import RunConfig
 from ratchet.errors import CommitConflictError, ConfigError
 from ratchet.stages.base import Input, describe_attempt
+from ratchet.stages.publishing import digest_of_weights
 from ratchet.stages.residents import Residents
 from ratchet.store import artifacts
 from ratchet.store.manifest import Artifact, Content, Manifest, digest_of
@@ -94,7 +94,7 @@ def _compare(residents: Residents, learner: Learner, version: int, weights: dict
     """Compare the replayed weights with the committed ones, and commit a `recovery` manifest where they differ."""
     run, role = residents.run, learner.role
     committed = Input(run.require(learner.stage, version), role)
-    replayed = _digest_of_weights(weights)
+    replayed = digest_of_weights(weights)
     if replayed == committed.digest:
         logger.info("the replayed %s %d is the committed one, bit for bit", role, version)
         return
@@ -132,16 +132,3 @@ def _compare(residents: Residents, learner: Learner, version: int, weights: dict
         run.commit(Manifest(content=content, provenance=provenance))
     except CommitConflictError:
         logger.warning("another attempt has recorded its drift from %s %d already", role, version)
-
-
-def save_weights(weights: dict[str, Any], folder: Path) -> None:
-    """Write weights as the files of a policy or critic; equal weights give equal bytes."""
-    from safetensors.torch import save_file
-
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _digest_of_weights(weights: dict[str, Any]) -> str:
-    with artifacts.scratch() as folder:
-        save_weights(weights, folder)
-        return artifacts.describe_folder("", folder).digest

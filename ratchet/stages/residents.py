@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config import RunConfig
-from ratchet.data import schemas
-from ratchet.data.parquet import read_table
 from ratchet.stages.base import Context, Input
 from ratchet.stages.handshake import check_same_weights, compare_log_probs
 from ratchet.stages.publishing import Publisher
+from ratchet.stages.training_prompts import training_prompts
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.weights import read_weights
@@ -143,9 +142,9 @@ class Residents:
         if self._probe is None:
             from ratchet.engines.model import chat_prompt_ids
 
-            prompts = Input(self.run.require("preprocess/train", None), "prompts")
-            first = read_table(self.run.store, prompts.artifact, schemas.PROMPTS).slice(0, 1).to_pylist()[0]
-            self._probe = chat_prompt_ids(self.tokenizer(), first["prompt"])[:_PROBE_TOKENS]
+            prompts = self.run.require("preprocess/train", None).output("prompts")
+            first = training_prompts(self.run.store, prompts)["prompt"][0].as_py()
+            self._probe = chat_prompt_ids(self.tokenizer(), first)[:_PROBE_TOKENS]
         return self._probe
 
     def scorer(self, role: str, policy: Input) -> "Scorer":

@@ -78,15 +78,19 @@ class Reward(Stage):
                 per_token = read_table(store, inputs["graded_tokens"].artifact, schemas.TOKEN_REWARDS)
         else:
             samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
-            table, per_token = grade_samples(context, training_prompts(context), samples)
+            table, per_token = grade_samples(context, _prompts(context), samples)
         outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
         if per_token is not None:
             outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", per_token)
         if "greedy_rollouts" in inputs:
             greedy_samples = read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS)
-            greedy, _ = grade_samples(context, training_prompts(context), greedy_samples)
+            greedy, _ = grade_samples(context, _prompts(context), greedy_samples)
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
         return Result(outputs=outputs, metrics=_metrics(table))
+
+
+def _prompts(context: Context) -> pa.Table:
+    return training_prompts(context.run.store, context.inputs["prompts"].artifact)
 
 
 def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:

@@ -65,7 +65,7 @@ class Rollout(Stage):
     def compute(self, context: Context) -> Result:
         step, config = context.step, context.config
         assert step is not None
-        prompts = training_prompts(context)
+        prompts = training_prompts(context.run.store, context.inputs["prompts"].artifact)
         prompt_ids: list[str] = prompts["prompt_id"].to_pylist()
         positions = batch_positions(
             step, prompt_ids, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle

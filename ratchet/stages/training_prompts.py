@@ -8,16 +8,15 @@ import pyarrow as pa
 
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table
-from ratchet.stages.base import Context
 from ratchet.store.manifest import Artifact
+from ratchet.store.objects import ObjectStore
 
 _parsed: dict[tuple[str, Artifact], pa.Table] = {}
 """Where the store is, and what was read there last."""
 
 
-def training_prompts(context: Context) -> pa.Table:
-    """Return the table that the stage's input `prompts` names."""
-    store, artifact = context.run.store, context.inputs["prompts"].artifact
+def training_prompts(store: ObjectStore, artifact: Artifact) -> pa.Table:
+    """Return the table of prompts that `artifact` is."""
     table = _parsed.get((store.uri, artifact))
     if table is None:
         table = read_table(store, artifact, schemas.PROMPTS)

@@ -58,11 +58,6 @@ class PendingManifest(Manifest):
         return self._committed.result()
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the commit is through, or has failed."""
-        return self._committed.done()
-
-    @property
     def content(self) -> Content:
         return self.committed().content
 

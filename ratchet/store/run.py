@@ -215,8 +215,8 @@ class Run:
         """Count a stage as made whose commit is under way: this process may build on it."""
         self._pending[layout.manifest(pending.stage, pending.step)] = pending
 
-    def assume_own_from(self, step: int | None) -> None:
-        """Ask storage for no manifest of `step` or later that is not known; None asks again.
+    def assume_own_from(self, step: int) -> None:
+        """Ask storage for no manifest of `step` or later that is not known, until `forget`.
 
         For a process that alone makes these steps. If another one does, the commit will tell.
         """

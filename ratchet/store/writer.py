@@ -31,9 +31,6 @@ class Writer(Protocol):
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Hand over a job; raises what an earlier one failed with. A job may run twice: it must not mind."""
 
-    def store(self, inner: ObjectStore) -> ObjectStore:
-        """Return the store through which stages write what these jobs then publish."""
-
 
 class InlineWriter(Writer):
     """Runs each job at once: the next line of the caller finds it done, or its error raised."""
@@ -42,9 +39,6 @@ class InlineWriter(Writer):
         done: Future[Result] = Future()
         done.set_result(job())
         return done
-
-    def store(self, inner: ObjectStore) -> ObjectStore:
-        return inner
 
 
 INLINE = InlineWriter()
@@ -64,6 +58,7 @@ class BackgroundWriter(Writer):
         return self._executor.submit(self._run, job)
 
     def store(self, inner: ObjectStore) -> ObjectStore:
+        """Return the store through which stages write what these jobs then publish."""
         return QueuedStore(inner, self)
 
     @property
