@@ -24,12 +24,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(client.kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
 
 
-@pytest.fixture
-def server() -> Iterator[KfpServer]:
-    with kfp_server() as served:
-        yield served
-
-
 def _runs(api: Api) -> list[str]:
     return [str(one["run_id"]) for one in api.pages("list its runs", "/runs", "runs", {"namespace": api.namespace})]
 

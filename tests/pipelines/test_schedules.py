@@ -1,6 +1,5 @@
 """Recurring runs: when, of what, how they are replaced, and what is called as on that day."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,6 @@ def package() -> Package:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forget_endpoints(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def server() -> Iterator[KfpServer]:
-    with kfp_server() as served:
-        yield served
-
-
-@pytest.fixture
-def api(server: KfpServer) -> Api:
-    return open_api(host=server.url)
 
 
 def _schedule(api: Api, package: Package, trigger: Trigger = NIGHT, **options: Any) -> Change:

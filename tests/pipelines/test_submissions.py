@@ -1,7 +1,6 @@
 """Uploading, submitting, watching and ending runs of pipelines, against a server that is as strict as the real one."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,6 @@ def package() -> Package:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forget_endpoints(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def server() -> Iterator[KfpServer]:
-    with kfp_server() as served:
-        yield served
-
-
-@pytest.fixture
-def api(server: KfpServer) -> Api:
-    return open_api(host=server.url)
 
 
 def _submit(api: Api, ordered: Order, **options: Any) -> submissions.Submission:

@@ -1,43 +1,20 @@
 """The verbs promote, rollback and champions."""
 
 import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ratchet import cli
 from ratchet.store import champions
+from tests.command_line import Ratchet, in_this_process
 from tests.promotion import decision, exported_files, finished_run, promotion_config
-
-
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-
-Ratchet = Callable[..., Finished]
 
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ratchet:
     """Run the command line in this process, as its entry point does."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["ratchet", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Finished(end.value.code, captured.out, captured.err)
-
-    return run
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 
 from ratchet import cli
 from ratchet.config import parse_text
+from tests.command_line import Ratchet, in_this_process
 from tests.kfp_endpoint import KfpServer, forget_endpoints, kfp_server
 from tests.promotion import finished_run, promotion_config
 
@@ -24,16 +23,6 @@ actor_rollout_ref: {model: {path: s3://models/qwen}}
 trainer: {total_training_steps: 7, project_name: sums}
 """
 AT = ("--root", "s3://b/runs", "--run-id", "qwen")
-
-
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-
-Ratchet = Callable[..., Finished]
 
 
 @pytest.fixture
@@ -48,17 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KfpServe
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ratchet:
     """Run the command line in this process, as its entry point does."""
-
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["ratchet", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Finished(end.value.code, captured.out, captured.err)
-
-    return run
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture

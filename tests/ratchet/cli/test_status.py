@@ -1,38 +1,22 @@
 """`ratchet status` and `ratchet logs` as an operator types them, against a Kubernetes API in this process."""
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ratchet import cli, grains
+from ratchet import grains
 from ratchet.cli import status as verbs
 from ratchet.errors import ClusterError, StoreError, StoreUnavailableError
 from ratchet.grains.status import RunStatus
+from tests.command_line import Ratchet, in_this_process
 from tests.conftest import use_s3_server
 from tests.kfp_endpoint import kfp_server
 from tests.kube_api import KubeApi, kube_api
 from tests.ratchet.grains.run_stories import KFP_RUN, OTHER_RUN, Story, container, pod
 from tests.runs import Stopped, stop_at, tiny_config, train_tiny, write_problems
-
-
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def words(self) -> str:
-        """What was printed, as one line."""
-        return " ".join(self.out.split())
-
-
-Ratchet = Callable[..., Finished]
 
 
 @pytest.fixture
@@ -46,17 +30,7 @@ def ratchet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         "KUBERNETES_SERVICE_HOST",
     ):
         monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["ratchet", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Finished(end.value.code, captured.out, captured.err)
-
-    return run
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -3,46 +3,23 @@
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ratchet import cli
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, FileEntry, canonical_json, sha256_file
 from ratchet.store.run import Run
+from tests.command_line import Ratchet, in_this_process
 from tests.runs import tiny_config, train_tiny, write_problems
-
-
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-
-Ratchet = Callable[..., Finished]
 
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ratchet:
     """Run the command line in this process, as its entry point does."""
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["ratchet", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Finished(end.value.code, captured.out, captured.err)
-
-    return run
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
