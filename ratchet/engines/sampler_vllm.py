@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ratchet.engines.engine_stream import EngineStream
 from ratchet.engines.model import (
     WeightLayout,
     check_weights,
@@ -30,6 +31,7 @@ from ratchet.engines.vllm_engine import (
     LOG_PROBS,
     check_engine_args,
     default_group_kept,
+    drop_memory_pools,
     import_vllm,
     is_cpu,
     is_in_process,
@@ -98,20 +100,22 @@ class VLLMSampler:
             "enable_sleep_mode": self._sleeps or None,
         }
         self._owns_process_group = not torch.distributed.is_initialized()
-        self._llm = start_engine(
-            vllm,
-            model_folder,
-            config,
-            dtype=dtype,
-            seed=seed,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            fast_scheduler=fast_scheduler,
-            **{name: value for name, value in settings.items() if value is not None},
-            **engine_args,
-        )
+        self._stream = EngineStream(is_on_gpu=in_process and not on_cpu and tensor_parallel_size == 1)
+        with self._stream.starting():
+            self._llm = start_engine(
+                vllm,
+                model_folder,
+                config,
+                dtype=dtype,
+                seed=seed,
+                gpu_memory_utilization=gpu_memory_utilization,
+                max_num_seqs=max_num_seqs,
+                tensor_parallel_size=tensor_parallel_size,
+                enforce_eager=enforce_eager,
+                fast_scheduler=fast_scheduler,
+                **{name: value for name, value in settings.items() if value is not None},
+                **engine_args,
+            )
         self._context = int(self._llm.model_config.max_model_len)
         self._passes_tensors = in_process and self._llm.llm_engine.vllm_config.parallel_config.world_size == 1
         self._packs_weights = on_cpu
@@ -148,15 +152,16 @@ class VLLMSampler:
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]) -> list[Any]:
         """vLLM's outputs for `prompts`, each with its own `params`, in their order."""
-        self._wake()
         from vllm import SamplingParams as EngineParams
         from vllm import TokensPrompt
 
-        outputs: list[Any] = self._llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
-            [EngineParams(**each, detokenize=False) for each in params],
-            use_tqdm=False,
-        )
+        with self._stream.current():
+            self._wake()
+            outputs: list[Any] = self._llm.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
+                [EngineParams(**each, detokenize=False) for each in params],
+                use_tqdm=False,
+            )
         if len(outputs) != len(prompts):
             raise EngineError(f"vLLM returned {len(outputs)} completions for {len(prompts)} requests")
         return outputs
@@ -190,15 +195,17 @@ class VLLMSampler:
         """The fingerprint of the weights; None on CPU, where copies are packed, and for workers in other processes."""
         if self._packs_weights or not self._passes_tensors:
             return None
-        self._wake()
-        (value,) = self._llm.collective_rpc("ratchet_fingerprint")
+        with self._stream.current():
+            self._wake()
+            (value,) = self._llm.collective_rpc("ratchet_fingerprint")
         return int(value)
 
     def sleep(self) -> None:
         """Give back the GPU memory until the next call; a no-op without `free_cache_engine`. See `Sampler.sleep`."""
         if not self._sleeps or self._asleep:
             return
-        self._llm.sleep(level=self._sleep_level)
+        with self._stream.current():
+            self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._weights_lost = self._sleep_level == 2
 
@@ -214,19 +221,20 @@ class VLLMSampler:
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights in place and forget every cached prefix. See `Sampler.load_weights`."""
-        checked = check_weights(weights, self._layout.shapes, self._layout.tied)
-        self._wake("weights")
-        if self._passes_tensors:
-            self._reload(checked, None)
-        else:
-            # Tensors do not survive the way to another process; a folder of safetensors does.
-            with tempfile.TemporaryDirectory(prefix="ratchet-weights-") as folder:
-                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checked.items()}
-                save_file(tensors, Path(folder) / "model.safetensors")
-                self._reload(None, folder)
-        self._weights_lost = False
-        # Not before: the cache may need the memory that the new weights came in.
-        self._wake()
+        with self._stream.current():
+            checked = check_weights(weights, self._layout.shapes, self._layout.tied)
+            self._wake("weights")
+            if self._passes_tensors:
+                self._reload(checked, None)
+            else:
+                # Tensors do not survive the way to another process; a folder of safetensors does.
+                with tempfile.TemporaryDirectory(prefix="ratchet-weights-") as folder:
+                    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checked.items()}
+                    save_file(tensors, Path(folder) / "model.safetensors")
+                    self._reload(None, folder)
+            self._weights_lost = False
+            # Not before: the cache may need the memory that the new weights came in.
+            self._wake()
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not forget its cached prefixes after new weights: requests are still running")
 
@@ -246,6 +254,8 @@ class VLLMSampler:
             # vLLM takes what is there at its start out of the collector's sight; its own cycles end here all the same.
             gc.unfreeze()
             gc.collect()
+        if self._sleeps and self._passes_tensors:
+            drop_memory_pools()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -161,6 +161,14 @@ def default_group_kept() -> Iterator[None]:
         torch.distributed.destroy_process_group = destroy
 
 
+def drop_memory_pools() -> None:
+    """Let go of the memory of an engine that could sleep, once it is gone; vLLM refuses the next one until then."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    allocator: Any = get_mem_allocator_instance()
+    allocator.allocator_and_pools.clear()
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker; named in `worker_extension_cls`."""
 

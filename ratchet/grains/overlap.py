@@ -1,21 +1,16 @@
 """Sampling the next step while this one trains (`trainer.async_level=1`).
 
 Trap: sampler and trainer share a process, and maybe a GPU. New weights reach the sampler, and are compared with the
-trainer's, only while neither of them works; and each works on a CUDA stream of its own, or the GPU would run one after
-the other.
+trainer's, only while neither of them works.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ratchet.grains.session import Session
 from ratchet.stages.rollout import Rollout
 from ratchet.store.manifest import Manifest
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Ahead:
@@ -26,7 +21,6 @@ class Ahead:
         self._stop = stop
         self._executor = executor
         self._under_way: Future[Manifest] | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, step: int) -> None:
         """Make the rollouts of `step` if nobody has, then begin those of the next one on another thread."""
@@ -37,32 +31,13 @@ class Ahead:
         if step + 1 < self._stop and self._session.store_run.manifest(Rollout.name, step + 1) is None:
             policy = Rollout().inputs(self._session.store_run, self._session.config, step + 1)["policy"]
             self._session.residents.sampler(policy)
-            self._under_way = self._executor.submit(self._sample, step + 1)
+            self._under_way = self._executor.submit(self._session.run, Rollout(), step + 1)
 
     def wait(self) -> None:
         """Wait for the rollouts that are under way; raises what went wrong with them."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             under_way.result()
-
-    def _sample(self, step: int) -> Manifest:
-        with self._own_stream():
-            return self._session.run(Rollout(), step)
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self._session.residents.torch_device() != "cuda":
-            yield
-            return
-        import torch
-
-        # What the main thread has put on its stream, new weights among it, comes first.
-        torch.cuda.synchronize()
-        # One for all steps: what was allocated on a stream is given to no other again.
-        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from ratchet.engines.engine_stream import EngineStream
 from ratchet.engines.model import WeightLayout, decode
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.engines.sampler_hf import HFSampler
@@ -145,6 +146,7 @@ def _sleeper(level: int) -> Any:
     sampler: Any = object.__new__(VLLMSampler)
     sampler._llm = _Recorder()
     sampler._sleeps, sampler._sleep_level, sampler._asleep, sampler._weights_lost = True, level, set(), False
+    sampler._stream = EngineStream(is_on_gpu=False)
     sampler._passes_tensors, sampler._packs_weights = True, False
     sampler._layout = WeightLayout({"weight": (2,)}, {})
     sampler._vocab_size, sampler._context, sampler._end_ids = 10, 10, [2]

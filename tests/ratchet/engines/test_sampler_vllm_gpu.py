@@ -1,6 +1,7 @@
 """vLLM on a GPU: weights from its memory, the fast scheduler with steps in flight, sleep."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,23 @@ def test_the_scheduler_changes_no_completion_and_sleep_loses_nothing_but_what_it
         # Batches of another shape may round otherwise, which moves a sample now and then.
         assert len(same) >= 0.9 * len(REQUESTS)
         assert [each.log_probs is None for each in other] == [seed % 3 == 0 for seed in range(len(REQUESTS))]
+
+
+def test_another_thread_samples_the_same_while_this_one_keeps_the_gpu_busy(tmp_path: Path) -> None:
+    sampler = VLLMSampler(make_tiny_model(tmp_path / "model"), dtype="bfloat16", max_num_seqs=64)
+    # The engine's start has left this thread on its own stream.
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    quiet = [one.token_ids for one in sampler.sample(REQUESTS, PARAMS)]
+    sizes = torch.randint(1, 1 << 22, (64,)).tolist()
+    with ThreadPoolExecutor(1) as executor:
+        under_way = executor.submit(lambda: [sampler.sample(REQUESTS, PARAMS) for _ in range(10)])
+        rounds = 0
+        while not under_way.done():
+            # What this thread takes of freed memory is filled with ids that no token has.
+            for size in sizes:
+                torch.full((size,), 1 << 40, device="cuda")
+            rounds += 1
+        found = under_way.result()
+    sampler.close()
+    assert rounds > 1
+    assert all([one.token_ids for one in each] == quiet for each in found)
