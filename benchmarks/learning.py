@@ -20,7 +20,7 @@ from ratchet.grains import loop
 from ratchet.grains.session import open_session, submit
 from ratchet.store.run import Run
 
-TASKS = {"word_problems": "generated problems of two sums", "gsm8k": "GSM8K"}
+TASKS = {"word_problems": "generated problems of one sum", "gsm8k": "GSM8K"}
 """configs/<task>.yaml -> title."""
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 

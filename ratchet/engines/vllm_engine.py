@@ -44,6 +44,8 @@ _RESERVED = (
 # Dense decoders that vLLM 0.24 implements by the classes of those for which it chooses its faster model runner itself.
 _V2_RUNNER_ARCHITECTURES = {"Qwen2ForCausalLM", "Phi3ForCausalLM"}
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_VLLM_GRAPHS = 512
+_GRAPH_SETTINGS = {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config"}
 SCHEDULED_VERSIONS = ("0.24.", "0.32.")
 """The versions of vLLM that Ratchet's scheduler was written against."""
 LOG_PROBS = "log_probs"
@@ -124,6 +126,8 @@ def start_engine(
             engine_args["kv_cache_memory_bytes"] = min(math.ceil(1.02 * wanted) + (64 << 20), total // 2)
             # vLLM only checks at the start that this share is free, then takes the bytes asked for.
             gpu_memory_utilization = max(0.01, engine_args["kv_cache_memory_bytes"] / total)
+    if platform == "cuda" and not enforce_eager and _GRAPH_SETTINGS.isdisjoint(engine_args):
+        engine_args |= graph_settings(max_num_seqs)
     try:
         with _random_state_kept(), _model_runner_chosen(vllm.__version__, config, platform):
             return vllm.LLM(
@@ -159,6 +163,17 @@ def default_group_kept() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group = destroy
+
+
+def graph_settings(max_num_seqs: int) -> dict[str, Any]:
+    """Arguments that make vLLM capture CUDA graphs for every number of sequences that may decode together.
+
+    By itself it stops at 512: a step of 1,024 took 1.4 times as long for each token (H200, 135M parameters).
+    """
+    if max_num_seqs <= _VLLM_GRAPHS:
+        return {}
+    # The sizes that it captures are multiples of 16.
+    return {"max_cudagraph_capture_size": math.ceil(max_num_seqs / 16) * 16}
 
 
 def drop_memory_pools() -> None:

@@ -17,7 +17,7 @@ from ratchet.engines.model import WeightLayout, decode
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.engines.sampler_hf import HFSampler
 from ratchet.engines.sampler_vllm import VLLMSampler, _decode_all
-from ratchet.engines.vllm_engine import _kv_bytes, _model_runner_chosen
+from ratchet.engines.vllm_engine import _kv_bytes, _model_runner_chosen, graph_settings
 from ratchet.errors import ConfigError, EngineError
 from tests.tiny_models import make_tiny_model, tiny_tokenizer
 
@@ -151,6 +151,11 @@ def _sleeper(level: int) -> Any:
     sampler._layout = WeightLayout({"weight": (2,)}, {})
     sampler._vocab_size, sampler._context, sampler._end_ids = 10, 10, [2]
     return sampler
+
+
+def test_graphs_are_captured_for_as_many_sequences_as_may_decode_together() -> None:
+    assert [graph_settings(count) for count in (1, 256, 512)] == [{}, {}, {}]
+    assert [graph_settings(count)["max_cudagraph_capture_size"] for count in (513, 528, 1024)] == [528, 528, 1024]
 
 
 def test_weights_that_sleep_has_dropped_must_come_before_the_next_sample_and_the_cache_after_them() -> None:
