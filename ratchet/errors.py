@@ -9,7 +9,10 @@
     |  `- NotAllowedError                this account may not read that there
     `- StoreError (OSError)              object storage that cannot be read or written
        |- StoreUnavailableError          it may answer when it is asked again
+       |- DamagedError                   stored bytes are not those that were committed
        |- NotCommittedError              an artifact that no manifest names yet
+       |- RetiredError                   an artifact that retention has deleted on purpose
+       |- BudgetError                    the run holds as much as it may
        |- CommitConflictError            a manifest that exists with other content
        `- OwnershipLostError             another runner has claimed the run
 
@@ -53,8 +56,20 @@ class StoreUnavailableError(StoreError):
     """Object storage did not answer, or said that it cannot answer now."""
 
 
+class DamagedError(StoreError):
+    """Stored bytes are not those that were committed."""
+
+
 class NotCommittedError(StoreError):
     """An artifact was asked for that no manifest names; the fence between stages."""
+
+
+class RetiredError(StoreError):
+    """An artifact was asked for that was deleted on purpose; the message has the record of it."""
+
+
+class BudgetError(StoreError):
+    """The run holds more than trainer.storage_budget_gib; what is committed stays, and the run can go on."""
 
 
 class CommitConflictError(StoreError):

@@ -65,15 +65,21 @@ class Run:
         what is there is a StoreError: nothing would keep two owners apart.
         """
         body = canonical_json({"format": FORMAT, "run_id": self.run_id, "semantic": semantic})
-        if self.store.put_create(layout.RUN, body):
-            if self.store.put_create(layout.RUN, body):
-                raise StoreError(
-                    f"{self.uri}: this storage ignores create-only puts (If-None-Match: *), so commits are unsafe"
-                )
+        try:
+            # Where create-only puts replace what is there, the bytes of an existing run must be its own.
+            existing = self.store.get(layout.RUN)
+        except ObjectNotFoundError:
+            existing = None
+        is_new = existing is None and self.store.put_create(layout.RUN, body)
+        if (is_new or existing is not None) and self.store.put_create(layout.RUN, existing or body):
+            raise StoreError(
+                f"{self.uri}: this storage ignores create-only puts (If-None-Match: *), so commits are unsafe"
+            )
+        if is_new:
             logger.info("created run %s", self.uri)
-            return True
-        self.check(semantic)
-        return False
+        else:
+            self.check(semantic)
+        return is_new
 
     def check(self, semantic: Mapping[str, Any]) -> None:
         """Check that the run, which exists, has the same semantic config; a difference is a ConfigError."""

@@ -7,42 +7,38 @@ is answered without a body, so that a missing object and a missing bucket look t
 
 import copy
 import io
-import os
 import random
-import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
 from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
-from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     EndpointConnectionError,
-    HTTPClientError,
+    FlexibleChecksumError,
     NoCredentialsError,
 )
-from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 
 from ratchet.errors import ConfigError, StoreError, StoreUnavailableError
+from ratchet.store import s3_client
 from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, ObjectStore, check_key, check_range, folder_prefix
 
 _PART_BYTES = 16 * 1024 * 1024
 TRANSFER = TransferConfig(multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=10)
 """How files are cut and how many parts travel at once."""
 
-_REQUEST_ATTEMPTS = 10
-"""Attempts at one request: rides out a server's restart of some 10 s. Nobody listening is an error after at most 26 s,
-an address that swallows packets after 76 s. AWS_MAX_ATTEMPTS overrides it."""
 _BODY_ATTEMPTS = 3
-"""Attempts at reading one answer to its end: boto3 retries requests, but not a connection that breaks in the body."""
+"""Attempts at reading one answer to its end: boto3 retries requests, but neither a connection that breaks in the body
+nor a body whose checksum is not the server's."""
+_UPLOAD_ATTEMPTS = 3
+"""Attempts at an upload in parts that the server no longer knows of."""
 _REFUSED_ATTEMPTS = 5
 """Attempts at a create-only put that was refused although the object is not there."""
 
@@ -59,9 +55,6 @@ _HINTS = {
     "NotImplemented": "the server lacks this request; commits need create-only puts (If-None-Match: *)",
 }
 
-_client_lock = threading.Lock()
-_clients: dict[tuple[tuple[str, str], ...], Any] = {}
-
 
 class S3Store(ObjectStore):
     """Objects below `s3://bucket/prefix`."""
@@ -74,7 +67,7 @@ class S3Store(ObjectStore):
         self.prefix = folder_prefix(prefix)
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         try:
-            self._client = _client()
+            self._client = s3_client.client()
         except (BotoCoreError, ValueError) as error:
             raise StoreError(f"cannot open {self.uri}: {error} (check the AWS_ variables)") from error
         self._is_bucket_known = False
@@ -98,7 +91,9 @@ class S3Store(ObjectStore):
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._errors("write", key):
             if len(data) >= _PART_BYTES:
-                self._client.upload_fileobj(io.BytesIO(data), self.bucket, self._name(key), Config=TRANSFER)
+                self._upload(
+                    lambda: self._client.upload_fileobj(io.BytesIO(data), self.bucket, self._name(key), Config=TRANSFER)
+                )
             else:
                 self._client.put_object(Bucket=self.bucket, Key=self._name(key), Body=bytes(data))
 
@@ -161,14 +156,14 @@ class S3Store(ObjectStore):
 
     def upload_file(self, path: Path, key: str) -> None:
         with self._errors("write", key):
-            self._client.upload_file(str(path), self.bucket, self._name(key), Config=TRANSFER)
+            self._upload(lambda: self._client.upload_file(str(path), self.bucket, self._name(key), Config=TRANSFER))
 
     def download_file(self, key: str, path: Path) -> None:
         temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
         with self._errors("read", key):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._client.download_file(self.bucket, self._name(key), str(temporary), Config=TRANSFER)
+                self._download(self._name(key), temporary)
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -195,6 +190,27 @@ class S3Store(ObjectStore):
                 body.close()
         raise AssertionError("unreachable")
 
+    def _download(self, name: str, path: Path) -> None:
+        for attempt in range(1, _BODY_ATTEMPTS + 1):
+            try:
+                self._client.download_file(self.bucket, name, str(path), Config=TRANSFER)
+                return
+            except FlexibleChecksumError:
+                if attempt == _BODY_ATTEMPTS:
+                    raise
+
+    def _upload(self, upload: Callable[[], None]) -> None:
+        """Upload in parts. If the answer to the last request is lost, the server no longer knows what is repeated."""
+        for attempt in range(1, _UPLOAD_ATTEMPTS + 1):
+            try:
+                upload()
+                return
+            except (ClientError, Boto3Error) as error:
+                inner = _inner(error)
+                is_unknown = isinstance(inner, ClientError) and _code(inner) in ("NoSuchUpload", "InvalidPart")
+                if not is_unknown or attempt == _UPLOAD_ATTEMPTS:
+                    raise
+
     def _pages(self, folder: str, **options: str) -> Iterator[dict[str, Any]]:
         prefix = self.prefix + folder_prefix(folder)
         paginator = self._client.get_paginator("list_objects_v2")
@@ -208,8 +224,7 @@ class S3Store(ObjectStore):
         except StoreError:
             raise
         except (ClientError, Boto3Error, BotoCoreError) as error:
-            # Transfers raise an error of their own around the server's.
-            inner = error if isinstance(error, ClientError) else error.__cause__ or error.__context__
+            inner = _inner(error)
             if isinstance(inner, ClientError):
                 answer = self._explain(inner, key)
                 if _is_missing(answer):
@@ -219,15 +234,15 @@ class S3Store(ObjectStore):
                 if not code or code.isdigit():  # S3's own have names
                     code = code or str(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
                     hint += "; is AWS_ENDPOINT_URL an S3 server?"
-                kind = StoreUnavailableError if _is_passing(answer) else StoreError
+                kind = StoreUnavailableError if s3_client.is_passing(answer.response) else StoreError
                 raise kind(f"cannot {verb} {place}: {code}: {hint}") from error
-            is_passing = any(isinstance(one, (HTTPClientError, BotoConnectionError)) for one in (error, inner))
-            kind = StoreUnavailableError if is_passing else StoreError
-            raise kind(f"cannot {verb} {place}: {error}{_advice(error)}") from error
+            kind = StoreUnavailableError if s3_client.is_broken_off(inner) else StoreError
+            raise kind(f"cannot {verb} {place}: {inner}{_advice(inner)}") from error
         except ResponseParserError as error:
             raise StoreError(f"cannot {verb} {place}: is AWS_ENDPOINT_URL an S3 server?") from error
         except OSError as error:
-            raise StoreError(f"cannot {verb} {place}: {error}") from error
+            kind = StoreUnavailableError if s3_client.is_broken_off(error) else StoreError
+            raise kind(f"cannot {verb} {place}: {error}") from error
 
     def _explain(self, error: ClientError, key: str) -> ClientError:
         """Return the error that names the cause where `error` is a bare status number, all that HEAD yields."""
@@ -240,7 +255,14 @@ class S3Store(ObjectStore):
 
 
 def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+    return s3_client.code(error.response)
+
+
+def _inner(error: Exception) -> BaseException:
+    """Return the server's error: transfers raise one of their own around it."""
+    if isinstance(error, ClientError | BotoCoreError):
+        return error
+    return getattr(error, "last_exception", None) or error.__cause__ or error.__context__ or error
 
 
 def _is_missing(error: ClientError) -> bool:
@@ -248,39 +270,9 @@ def _is_missing(error: ClientError) -> bool:
     return _code(error) == "NoSuchKey" or (_code(error) in ("404", "NotFound") and error.operation_name == "HeadObject")
 
 
-def _is_passing(error: ClientError) -> bool:
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    return status in (429, 500, 502, 503, 504) or _code(error) in ("SlowDown", "RequestTimeout", "InternalError")
-
-
-def _advice(error: Exception) -> str:
+def _advice(error: BaseException) -> str:
     if isinstance(error, NoCredentialsError):
         return "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, EndpointConnectionError):
         return "; check AWS_ENDPOINT_URL, and that the server runs"
     return ""
-
-
-def _client() -> Any:
-    """Return the client for the current environment; making one costs 0.1 s, and threads may share it."""
-    key = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
-    with _client_lock:
-        if key not in _clients:
-            # Servers other than AWS are rarely reachable as bucket.host, and a custom endpoint needs some region.
-            custom = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"))
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-            # Adaptive: once the server throttles, this client slows down by itself.
-            mode: Any = os.environ.get("AWS_RETRY_MODE") or "adaptive"
-            attempts = int(os.environ.get("AWS_MAX_ATTEMPTS") or _REQUEST_ATTEMPTS)
-            config = Config(
-                retries={"mode": mode, "total_max_attempts": attempts},
-                s3={"addressing_style": "path"} if custom else {},
-                max_pool_connections=32,
-                connect_timeout=5,
-                read_timeout=60,
-            )
-            # A session of its own: the default one is not safe to make clients from while other threads do.
-            session = boto3.session.Session()
-            region = region or session.region_name or ("us-east-1" if custom else None)
-            _clients[key] = session.client("s3", config=config, region_name=region)
-        return _clients[key]

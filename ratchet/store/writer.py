@@ -23,6 +23,8 @@ Result = TypeVar("Result")
 OUTAGE_SECONDS = 900.0
 """How long a job is tried again while storage does not answer; what is made meanwhile waits in the bounded queue."""
 _LONGEST_PAUSE = 30.0
+_FOLDERS_HELD = 2
+"""The step that trains, and the one that is sampled ahead of it."""
 
 
 class Writer(Protocol):
@@ -122,30 +124,43 @@ def direct(store: ObjectStore) -> ObjectStore:
 class QueuedStore(ObjectStore):
     """A store whose plain puts are the writer's jobs. What is still to be written is read from memory.
 
-    What is written already is read from storage, as patiently as it was written.
+    So is what was written of the newest steps: the next stage reads it, and would else wait for storage, in an outage
+    while there is room for more work. What is older is read from storage, as patiently as it was written.
     """
 
     def __init__(self, inner: ObjectStore, writer: BackgroundWriter) -> None:
         self.uri = inner.uri
         self.inner = inner
         self._writer = writer
-        self._waiting: dict[str, bytes] = {}
+        self._held: dict[str, bytes] = {}
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        kept = self._waiting[key] = bytes(data)
+        kept = bytes(data)
+        with self._lock:
+            self._held[key] = kept
+            self._waiting.add(key)
+            self._let_go()
 
         def write() -> None:
             self.inner.put(key, kept)
-            self._waiting.pop(key, None)
+            self._waiting.discard(key)
 
         self._writer.submit(write)
 
+    def _let_go(self) -> None:
+        """Hold what waits, and what is there of the folders that were written to last."""
+        newest = list(dict.fromkeys(key.partition("/")[0] for key in reversed(self._held)))[:_FOLDERS_HELD]
+        for key in [key for key in self._held if key not in self._waiting and key.partition("/")[0] not in newest]:
+            del self._held[key]
+
     def get(self, key: str) -> bytes:
-        data = self._waiting.get(key)
+        data = self._held.get(key)
         return self._writer.patiently(lambda: self.inner.get(key)) if data is None else data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self._waiting.get(key)
+        data = self._held.get(key)
         if data is not None:
             return data[start : start + length]
         return self._writer.patiently(lambda: self.inner.get_range(key, start, length))
@@ -154,11 +169,11 @@ class QueuedStore(ObjectStore):
         return self.inner.put_create(key, data)
 
     def size(self, key: str) -> int | None:
-        data = self._waiting.get(key)
+        data = self._held.get(key)
         return self._writer.patiently(lambda: self.inner.size(key)) if data is None else len(data)
 
     def list_objects(self, folder: str) -> Iterator[ObjectInfo]:
-        return self.inner.list_objects(folder)
+        return iter(self._writer.patiently(lambda: list(self.inner.list_objects(folder))))
 
     def list_folders(self, folder: str) -> list[str]:
         return self._writer.patiently(lambda: self.inner.list_folders(folder))

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from ratchet.errors import CommitConflictError, StoreError, StoreUnavailableError
-from ratchet.store.objects import ObjectNotFoundError, open_store
+from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, open_store
 from ratchet.store.writer import INLINE, BackgroundWriter, direct
 
 
@@ -127,6 +128,18 @@ def test_what_is_written_is_read_as_patiently_as_it_was_written(
     monkeypatch.setattr(inner, "get", fail_first)
     assert store.get("step/table") == b"0123456789"
     assert len(tries) == 4
+
+    listed, listings = inner.list_objects, []
+
+    def list_late(folder: str) -> Iterator[ObjectInfo]:
+        listings.append(folder)
+        if len(listings) < 3:
+            raise StoreUnavailableError("nobody listens")
+        return listed(folder)
+
+    monkeypatch.setattr(inner, "list_objects", list_late)
+    assert [info.key for info in store.list_objects("step")] == ["step/table"]
+    assert len(listings) == 3
     writer.close()
     with pytest.raises(ObjectNotFoundError):
         store.get("step/other")
@@ -152,6 +165,31 @@ def test_what_is_queued_is_read_from_memory_until_it_is_written(tmp_path: Path) 
     assert (tmp_path / "copy").read_bytes() == b"0123456789"
     assert direct(store) is inner
     assert direct(inner) is inner
+
+
+def test_what_the_newest_steps_wrote_is_read_from_memory_and_older_steps_are_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, writer = open_store(str(tmp_path)), BackgroundWriter()
+    store, asked = writer.store(inner), []
+    get = inner.get
+    monkeypatch.setattr(inner, "get", lambda key: (asked.append(key), get(key))[1])
+    tables = {f"step-{step:06d}/rollout/table": bytes([step]) * 100 for step in range(1, 5)}
+    for key, data in tables.items():
+        store.put(key, data)
+        writer.drain()
+    assert {key: store.get(key) for key in tables} == tables
+    assert asked == ["step-000001/rollout/table", "step-000002/rollout/table"]
+    # What still waits is held whatever its age.
+    gate = threading.Event()
+    writer.submit(gate.wait)
+    for key, data in tables.items():
+        store.put(f"{key}-2", data)
+    asked.clear()
+    assert [store.get(f"{key}-2") for key in tables] == list(tables.values())
+    assert asked == []
+    gate.set()
+    writer.close()
 
 
 def test_inline_jobs_are_done_at_once_and_fail_where_they_are_handed_over() -> None:
