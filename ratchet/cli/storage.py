@@ -3,14 +3,19 @@
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ratchet.cli.app import RunArgument, StepOption, app, newest_config, open_run, stage_of_a_step
+from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:
     from ratchet.store.chain import Leftover
+    from ratchet.store.retention import Rules
+    from ratchet.store.run import Run
+    from ratchet.store.survey import Item
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
@@ -38,7 +43,7 @@ def verify(
         typer.echo(
             f"{found.run}: {len(found.faults)} faults | {found.manifests} manifests, {found.files} files of "
             f"{found.bytes} bytes {done}, {found.decisions} decisions on champions | "
-            f"{found.deleted_states} trainer states deleted by retention"
+            f"{found.retired} retired on purpose"
         )
     if found.faults:
         raise typer.Exit(1)
@@ -47,7 +52,14 @@ def verify(
 @app.command()
 def gc(
     run: RunArgument,
-    is_meant: Annotated[bool, typer.Option("--delete", help="Delete; without it, they are only listed.")] = False,
+    is_meant: Annotated[bool, typer.Option("--delete", help="Delete; without it, all is only listed.")] = False,
+    is_retiring: Annotated[
+        bool, typer.Option("--retire", help="Also old policies and trainer states, as the newest submission has it.")
+    ] = False,
+    keep_policies: Annotated[
+        int | None,
+        typer.Option("--keep-policies", min=1, metavar="N", help="With --retire: in place of trainer.keep_policies."),
+    ] = None,
     older_than: Annotated[
         float | None,
         typer.Option(
@@ -59,24 +71,49 @@ def gc(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List, or delete, what attempts left behind that committed nothing. What a manifest names is never touched."""
-    from ratchet.store import leftovers
+    """Show what a run holds; list, or delete, what dead attempts left and what retention lets go.
 
+    What a manifest names is never touched, but for what --retire names, with a record.
+    """
+    from ratchet.store import leftovers, retention
+    from ratchet.store.survey import survey
+    from ratchet.store.usage import in_words, readable
+
+    if keep_policies is not None and not is_retiring:
+        raise ConfigError("--keep-policies says what --retire keeps: give both")
     opened = open_run(run)
+    rules = _rules(opened, keep_policies) if is_retiring else None
     planned = leftovers.plan(opened, older_than=None if older_than is None else older_than * 3600)
+    found = survey(opened, with_weights=True)
+    retiring = [one.item for one in retention.plan(found, rules)]
+    # Refuses a run with faults, before anything is retired.
     deleted = leftovers.delete(opened, planned) if is_meant else ()
+    retired = retention.retire(opened, found, rules, proven=set()) if is_meant else []
     if as_json:
-        said = {"due": planned.due, "kept": planned.kept, "deleted": deleted}
-        typer.echo(json.dumps({key: [dataclasses.asdict(one) for one in ones] for key, ones in said.items()}))
+        said: dict[str, Sequence[Leftover | Item]] = {
+            "due": planned.due,
+            "kept": planned.kept,
+            "deleted": deleted,
+            "retire": retiring,
+            "retired": retired,
+        }
+        shown = {key: [dataclasses.asdict(one) for one in ones] for key, ones in said.items()}
+        typer.echo(json.dumps({"sizes": planned.sizes, **shown}))
         return
+    typer.echo(f"{opened.uri} holds {readable(sum(planned.sizes.values()))}: {in_words(planned.sizes)}")
     for leftover in planned.due:
         verb = "due" if not is_meant else "deleted" if leftover in deleted else "changed meanwhile"
         typer.echo(f"{verb}: {_described(leftover)}")
     for leftover in planned.kept:
         typer.echo(f"kept, may be under way: {_described(leftover)}")
-    shown = deleted if is_meant else planned.due
+    gone = {item.key for item in retired}
+    for item in retiring:
+        verb = "to retire" if not is_meant else "retired" if item.key in gone else "kept, see the warning"
+        typer.echo(f"{verb}: {item.place}, {item.bytes} bytes")
+    attempts, items = (deleted, retired) if is_meant else (planned.due, retiring)
     typer.echo(
-        f"{opened.uri}: {sum(one.bytes for one in shown)} bytes of {len(shown)} attempts "
+        f"{opened.uri}: {sum(one.bytes for one in attempts)} bytes of {len(attempts)} attempts and "
+        f"{sum(item.bytes for item in items)} bytes of {len(items)} artifacts "
         f"{'deleted' if is_meant else 'to delete (--delete)'}"
     )
 
@@ -106,6 +143,14 @@ def replay(
         )
     if not all(output.is_equal for output in outputs):
         raise typer.Exit(1)
+
+
+def _rules(run: "Run", keep_policies: int | None) -> "Rules":
+    """Return what the newest submission wants kept."""
+    from ratchet.grains.storage import rules_of
+
+    rules = rules_of(newest_config(run))
+    return rules if keep_policies is None else dataclasses.replace(rules, versions=keep_policies)
 
 
 def _described(leftover: "Leftover") -> str:

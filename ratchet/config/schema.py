@@ -14,7 +14,7 @@ from ratchet.config.checks import combination_faults
 from ratchet.config.cluster import DeviceMapConfig, PromotionConfig
 from ratchet.config.models import ActorRolloutRefConfig, CriticConfig
 from ratchet.config.rewards import CustomRewardConfig, RewardModelConfig
-from ratchet.config.section import Count, Loggers, Positive, Section
+from ratchet.config.section import AboveZero, Count, Loggers, Positive, Section
 
 
 class DataConfig(Section):
@@ -90,6 +90,12 @@ class TrainerConfig(Section):
     """Most of the policy's trainer states that save_freq keeps, beside the last two; all where it is not given."""
     max_critic_ckpt_to_keep: Positive | None = None
     """The same for the critic's."""
+    keep_policies: Positive | None = None
+    """Most of the newest policies, and critics, that are kept, at least 2; all where it is not given. Beside them stay
+    version 0, those of steps whose trainer state is kept or that test_freq names, those that an evaluation or an export
+    names, and what any of these builds on. The others are deleted, with a record."""
+    storage_budget_gib: AboveZero | None = None
+    """Most GiB that the run may hold. Over it no step begins: the run stops and can be gone on with."""
     test_freq: int = -1
     """Evaluate every so many steps and after the last; -1 evaluates after the last only."""
     val_before_train: bool = True

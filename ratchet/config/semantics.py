@@ -64,6 +64,8 @@ OPERATIONAL = frozenset(
         "trainer.val_before_train",
         "trainer.max_actor_ckpt_to_keep",
         "trainer.max_critic_ckpt_to_keep",
+        "trainer.keep_policies",
+        "trainer.storage_budget_gib",
         "trainer.resume_mode",
         "trainer.resume_from_path",
         "trainer.device",

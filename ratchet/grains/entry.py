@@ -114,6 +114,8 @@ def stage(task: StageTask, *, name: str, metrics: Output | None = None, report: 
             known = ", ".join(item.name for item in step_stages(session.config))
             program.say(f"step {task.step} does without {name}; its stages are {known}")
             return ""
+        if found.name == step_stages(session.config)[0].name:
+            session.storage.make_room()
         manifest = session.run(found, task.step)
         outputs.write_metrics(metrics, manifest.provenance.metrics)
         if report is not None:

@@ -6,6 +6,7 @@ KFP shows the launcher's own code only, so that the pod's log and its status fil
 from enum import IntEnum
 
 from ratchet.errors import (
+    BudgetError,
     ConfigError,
     DataError,
     EngineError,
@@ -33,6 +34,8 @@ class ExitCode(IntEnum):
     """A model that cannot be loaded, sampled or trained."""
     STORED = 7
     """Object storage refuses, or what lies there is damaged: look at it."""
+    BUDGET = 8
+    """The run holds as much as it may: give it more room, or retire something."""
     INTERNAL = 70
     """An error that nobody foresaw, an out-of-memory error among them."""
     STORAGE = 75
@@ -49,6 +52,7 @@ def exit_code(error: BaseException) -> ExitCode:
         (OwnershipLostError, ExitCode.OWNERSHIP_LOST),
         (NumericsError, ExitCode.NUMERICS),
         (EngineError, ExitCode.ENGINE),
+        (BudgetError, ExitCode.BUDGET),
         (StoreUnavailableError, ExitCode.STORAGE),
         (StoreError, ExitCode.STORED),
     ]

@@ -3,7 +3,6 @@
 import gc
 import logging
 from contextlib import ExitStack
-from itertools import count
 
 from ratchet.config import RunConfig
 from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
@@ -21,7 +20,10 @@ from ratchet.store.run import Run
 logger = logging.getLogger(__name__)
 
 _LOST_PUTS = 3
-"""How often in a row a segment begins again because another attempt was first."""
+"""How often a segment loses a put and has committed nothing since the last one that it lost, before it gives up.
+
+Of two processes of one submission at least one goes on: the other has published nothing that it could lose to.
+"""
 
 MAX_SEGMENTS = 40
 """Iterations of one KFP run: every further one costs 10 s when the run is terminated."""
@@ -66,33 +68,45 @@ def run_segment(session: Session, start: int, stop: int) -> None:
         # The process before may have ended between the last step and its evaluation.
         _evaluate_if_due(session, start - 1)
         for step in range(start, stop):
+            session.storage.make_room()
             run_step(session, step)
             _evaluate_if_due(session, step)
             if session.config.trainer.grain == "step":
                 session.residents.drop()
         return
-    run = session.store_run
-    for attempt in count(1):
+    run, lost = session.store_run, 0
+    while True:
+        if start < stop:
+            session.storage.make_room()
         # Whoever made the step before, this process or another, may have ended before its evaluation.
         _evaluate_if_due(session, start - 1)
         # What is there of the first steps was left by a process that did not finish them.
         own_from = max([start - 1, *run.steps()]) + 1
+        before = session.num_committed
         try:
             with session.behind(own_from):
-                _run_resident(session, start, stop)
-            return
+                start = _run_resident(session, start, stop)
+            if start == stop:
+                return
         except LostPutError as error:
-            if attempt == _LOST_PUTS:
-                raise CommitConflictError(f"{error}; {attempt} times in a row") from error
+            lost = 1 if session.num_committed > before else lost + 1
+            if lost == _LOST_PUTS:
+                raise CommitConflictError(f"{error}; {lost} times in a row: another process does this work") from error
             logger.warning("%s; starting again from the chain", error)
+            # The trackers were told of nothing that the other one published.
+            session.trackers.catch_up()
             start = max(start, run.last_step() + 1)
 
 
-def _run_resident(session: Session, start: int, stop: int) -> None:
+def _run_resident(session: Session, start: int, stop: int) -> int:
+    """Run the steps up to `stop`, or as far as the storage budget goes; return the next one."""
     trainer = session.config.trainer
     with overlap.sampling_ahead(session, stop) as ahead, ExitStack() as at_end:
         for step in range(start, stop):
             session.wait_for_room()
+            if session.storage.is_over():
+                # Once everything is committed, it is seen what can go.
+                return step
             is_last = step == stop - 1
             is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
             is_due = is_last or is_saved or step % trainer.trainer_state_freq == 0
@@ -105,6 +119,7 @@ def _run_resident(session: Session, start: int, stop: int) -> None:
                 # What lives as long as the segment is not looked through again: a full collection takes half a second.
                 gc.freeze()
                 at_end.callback(gc.unfreeze)
+    return stop
 
 
 def _evaluate_if_due(session: Session, step: int) -> None:

@@ -16,11 +16,12 @@ import ratchet
 from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
 from ratchet.grains import distributed
+from ratchet.grains.storage import Storage
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.residents import Residents
 from ratchet.stages.reward import Reward, reward_sources
 from ratchet.stages.settings import total_steps
-from ratchet.store import artifacts, layout
+from ratchet.store import layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.writer import INLINE, BackgroundWriter, Writer
@@ -64,6 +65,8 @@ class Session:
         self._listener = listener or (lambda place, is_committed: None)
         self._writer: Writer = INLINE
         self._under_way: deque[Manifest] = deque()
+        self.num_committed = 0
+        self.storage = Storage(run, config, residents.proven_states)
 
     def run(self, stage: Stage, step: int | None, *, keep_trainer_state: bool = True) -> Manifest:
         """Run a stage, tell the trackers of its commit, and keep in memory what the grain keeps.
@@ -90,6 +93,8 @@ class Session:
         )
         if is_new:
             self._writer.submit(lambda: self._tell(manifest.committed(), place))
+            # A job of its own: where storage does not answer, it is done again, and nobody is told twice.
+            self._writer.submit(lambda: self.storage.committed(manifest.committed()))
             if stage.name == POLICY_UPDATE and self._writer is not INLINE:
                 self._under_way.append(manifest)
         if self.config.trainer.grain == "stage":
@@ -97,11 +102,10 @@ class Session:
         return manifest
 
     def _tell(self, manifest: Manifest, place: str) -> None:
-        """Say that a stage is committed, and delete what its commit has made superfluous."""
+        """Say that a stage is committed."""
+        self.num_committed += 1
         self.trackers.log(manifest)
         self._listener(place, True)
-        if manifest.stage in (POLICY_UPDATE, CRITIC_UPDATE) and manifest.step:
-            self._retain_trainer_states(manifest.stage, manifest.step)
 
     @contextmanager
     def behind(self, own_from: int) -> Iterator[None]:
@@ -133,6 +137,7 @@ class Session:
             run.store, self._writer = store, INLINE
             self._under_way.clear()
             run.forget()
+            self.storage.forget()
             if not is_whole:
                 # Engines may hold what was never committed, under the name of what will be.
                 self.residents.drop()
@@ -151,28 +156,6 @@ class Session:
                 "a run may grow, never shrink: raise trainer.total_training_steps, or use another run id"
             )
         return total
-
-    def _retain_trainer_states(self, stage: str, newest: int) -> None:
-        """Delete the trainer states before the last two, but for those that trainer.save_freq keeps.
-
-        Of these the newest `max_actor_ckpt_to_keep` (`max_critic_ckpt_to_keep`) stay, all of them without a limit.
-        """
-        trainer = self.config.trainer
-        limit = trainer.max_actor_ckpt_to_keep if stage == POLICY_UPDATE else trainer.max_critic_ckpt_to_keep
-        num_states = num_saved = 0
-        for step in range(newest, 0, -1):
-            state = self.store_run.require(stage, step).provenance.trainer_state
-            if state is None:
-                continue
-            num_states += 1
-            is_saved = trainer.save_freq > 0 and step % trainer.save_freq == 0
-            num_saved += is_saved
-            # What lies behind was deleted when it was the next one; a crash in between may leave one more.
-            is_due = limit is not None and limit < num_saved <= limit + 2 if is_saved else 2 < num_states <= 4
-            if num_states > 2 and is_due and artifacts.is_present(self.store_run.store, state):
-                artifacts.delete(self.store_run.store, state)
-            if num_states >= 4 and (limit is None or trainer.save_freq <= 0 or num_saved >= limit + 2):
-                return
 
 
 def place_of(config: RunConfig, root: str | None, run_id: str | None) -> tuple[str, str]:
@@ -271,7 +254,7 @@ def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, Ru
     epoch = run.epoch_of(submission_id)
     if epoch is None:
         raise NotCommittedError(f"run {run.uri}: submission {submission_id} has not claimed it; preflight comes first")
-    return run, parse_config(run.adopt(epoch)["config"], source=f"submission {submission_id}")
+    return run, parse_config(run.adopt(epoch)["config"], source=f"submission {submission_id}", is_stored=True)
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.config import RunConfig
-from ratchet.errors import CommitConflictError, ConfigError
+from ratchet.errors import CommitConflictError, ConfigError, DamagedError
 from ratchet.stages.base import Input, describe_attempt
 from ratchet.stages.publishing import digest_of_weights
 from ratchet.stages.residents import Residents
 from ratchet.store import artifacts
-from ratchet.store.manifest import Artifact, Content, Manifest, digest_of
+from ratchet.store.manifest import Content, Manifest, digest_of
+from ratchet.store.objects import ObjectNotFoundError
 from ratchet.store.run import Run
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,7 @@ def trainer_at(residents: Residents, learner: Learner, version: int) -> Any:
     if trainer is not None:
         residents.trainers.pop(learner.role).close()
     trainer = _open(residents, learner)
-    start, state = _last_state(residents.run, learner.stage, version)
-    if state is not None:
-        with artifacts.scratch() as folder:
-            artifacts.read_folder(residents.run.store, state, folder)
-            trainer.load_state(folder)
+    start = _load_last_state(residents, learner.stage, trainer, version)
     if start < version:
         _replay(residents, learner, trainer, range(start + 1, version + 1))
     residents.trainers[learner.role] = trainer
@@ -73,12 +70,28 @@ def _open(residents: Residents, learner: Learner) -> Any:
     )
 
 
-def _last_state(run: Run, stage: str, version: int) -> tuple[int, Artifact | None]:
+def _load_last_state(residents: Residents, stage: str, trainer: Any, version: int) -> int:
+    """Give the trainer the newest state that is whole, and return its step; 0 where there is none.
+
+    A damaged one only makes the replay longer: it is passed over with a warning, and `ratchet verify` names it. Where
+    several processes train, each reads for itself, and they would part ways: there it is an error.
+    """
+    run, is_alone = residents.run, residents.config.trainer.n_gpus_per_node == 1
+    passed_over = (DamagedError, ObjectNotFoundError) if is_alone else ()
     for step in range(version, 0, -1):
         state = run.require(stage, step).provenance.trainer_state
-        if state is not None and artifacts.is_present(run.store, state):
-            return step, state
-    return 0, None
+        if state is None or not artifacts.is_present(run.store, state):
+            continue
+        with artifacts.scratch() as folder:
+            try:
+                artifacts.read_folder(run.store, state, folder)
+            except passed_over as error:
+                logger.warning("%s; going back to an earlier trainer state", error)
+                continue
+            trainer.load_state(folder)
+        residents.proven_states.add(state.folder)
+        return step
+    return 0
 
 
 def _replay(residents: Residents, learner: Learner, trainer: Any, steps: range) -> None:

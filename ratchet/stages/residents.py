@@ -58,6 +58,8 @@ class Residents:
         self.mesh = mesh
         self.trainers: dict[str, Any] = {}
         """Role ("policy", "critic") -> its trainer."""
+        self.proven_states: set[str] = set()
+        """Folders of the trainer states that this process has read back from storage, every digest compared."""
         self.shared_folder = shared_folder
         """A local folder that every rank of this node sees, where there are several."""
         self._live_reward = live_reward

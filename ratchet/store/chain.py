@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import StoreError
 from ratchet.store import layout
-from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, as_record, canonical_json
-from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, check_key
+from ratchet.store.manifest import Content, Manifest, Provenance, as_record, canonical_json
+from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, check_key, open_store
+from ratchet.store.retired import Retired, find
 from ratchet.store.run import Run
 
 if TYPE_CHECKING:
@@ -39,12 +40,18 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """What an attempt wrote that committed nothing: it died, lost a race, or is still under way."""
+    """What an attempt wrote that committed nothing, a file that was not finished, or a probe of preflight.
+
+    Whoever wrote it died, lost a race, or is still under way.
+    """
 
     folder: str
+    """The attempt's, or the key of the one file."""
     epoch: int
-    """Of the claim under which it wrote."""
+    """Of the claim under which it was written; the newest where that cannot be known."""
     objects: tuple[ObjectInfo, ...]
+    is_beside_the_run: bool = False
+    """Whether its keys are relative to the root: a record for all runs was not finished."""
 
     @property
     def bytes(self) -> int:
@@ -65,8 +72,8 @@ class StoredFile:
     bytes: int
     sha256: str
     named_by: str
-    state: Artifact | None = None
-    """The trainer's state that it belongs to: retention may delete that at any time."""
+    artifact: tuple[str, int, str] | None = None
+    """Stage, step and role that it belongs to, where retention may retire that at any time."""
 
 
 @dataclass(slots=True)
@@ -83,7 +90,12 @@ class Chain:
     """Those that are there with their size."""
     faults: list[Fault] = field(default_factory=list)
     leftovers: tuple[Leftover, ...] = ()
-    deleted_states: int = 0
+    unfinished: tuple[ObjectInfo, ...] = ()
+    """Files of the run whose writers are at work, or were killed."""
+    unfinished_beside: tuple[ObjectInfo, ...] = ()
+    """The same of the records beside the runs, whichever run they are of; keys are relative to the root."""
+    retired: dict[tuple[str, str], Retired] = field(default_factory=dict)
+    """Folder of a stage and role -> the record that this was deleted on purpose."""
     semantic: Any = None
     """The semantic config of run.json."""
 
@@ -97,11 +109,25 @@ class Chain:
             return None
         return self.run.store.size(key)
 
+    def retired_since(self, manifest: Manifest, role: str) -> Retired | None:
+        """Return a record that was put since the run was listed, and take note of it."""
+        if manifest.step is None or layout.retired(manifest.stage, manifest.step, role) in self.objects:
+            # One that was listed and does not count is damaged, and a fault of its own.
+            return None
+        record = find(self.run.store, manifest.stage, manifest.step, role)
+        if record is not None:
+            self.retired[record.place] = record
+        return record
+
 
 def open_chain(run: Run) -> Chain:
     """List a run and read its manifests, and check the form of every record; no other file is read."""
     chain = Chain(run, {info.key: info for info in run.store.list_objects("")})
+    chain.unfinished = tuple(run.store.unfinished(""))
+    beside = open_store(run.root or "/")
+    chain.unfinished_beside = (*beside.unfinished(layout.CHAMPIONS), *beside.unfinished(layout.PREPARED))
     _read_manifests(chain, _check_records(chain))
+    _read_retired(chain)
     return chain
 
 
@@ -135,6 +161,23 @@ def _check_records(chain: Chain) -> str:
                     Fault(place=key, expected="the record of this epoch", found=f"that of epoch {record.get('epoch')}")
                 )
     return run_id
+
+
+def _read_retired(chain: Chain) -> None:
+    keys = [key for key in chain.objects if layout.parse_retired(key)]
+    with ThreadPoolExecutor(_READERS) as pool:
+        for key, body in zip(keys, pool.map(chain.run.store.get, keys), strict=True):
+            try:
+                record = Retired.from_json(body, place=key)
+            except StoreError as error:
+                chain.faults.append(Fault(place=key, expected="a record as it was written", found=str(error)))
+                continue
+            if record.key == key:
+                chain.retired[record.place] = record
+            else:
+                chain.faults.append(
+                    Fault(place=key, expected="the record of this place", found=f"that of {record.key}")
+                )
 
 
 def _int(value: Any) -> int:

@@ -6,6 +6,7 @@ owner/0001.json                             who may commit, create-only
 data/<split>/manifest.json                  prompts
 step-000012/<stage>/manifest.json           the commit point of a stage
 step-000012/<stage>/<attempt>/...           what that attempt wrote
+retired/step-000012/<stage>/<role>.json     that something was deleted on purpose, and why; create-only
 status/<submission>/<task>.json             what a pod last said of itself: no part of the chain, replaced freely
 preflight/<probe>                           what preflight wrote to see whether it can, and deletes
 
@@ -31,7 +32,10 @@ _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _MANIFEST = re.compile(r"((?:step-\d{6,}|data)/[^/]+)/manifest\.json")
 _IN_ATTEMPT = re.compile(r"(?:step-\d{6,}|data)/[^/]+/((\d{4,})-[0-9a-f]+)/.+")
 _CODE = re.compile(r"code/([0-9a-f]{64})/[^/]+")
-_BESIDE_THE_CHAIN = re.compile(r"run\.json|(?:submissions|owner)/\d{4,}\.json|(?:status|preflight)/.+")
+_RETIRED = re.compile(r"retired/(step-\d{6,}/[^/]+)/([^/]+)\.json")
+_BESIDE_THE_CHAIN = re.compile(
+    r"run\.json|(?:submissions|owner)/\d{4,}\.json|(?:status|preflight)/.+|" + _RETIRED.pattern
+)
 
 
 def check_run_id(run_id: str) -> str:
@@ -91,6 +95,17 @@ def parse_owner(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def retired(stage: str, step: int, role: str) -> str:
+    """Key of the record that one artifact of a stage, or its trainer's state, was deleted on purpose."""
+    return f"retired/{stage_folder(stage, step)}/{role}.json"
+
+
+def parse_retired(key: str) -> tuple[str, str] | None:
+    """Return the stage's folder and the role that a record is about, or None if it is another object."""
+    match = _RETIRED.fullmatch(key)
+    return (match[1], match[2]) if match else None
+
+
 def code(sha256: str, name: str) -> str:
     """Key of a user's Python file, for those who read the run; `name` is the file's own, without folders."""
     return f"code/{sha256}/{name}"
@@ -105,6 +120,11 @@ def parse_code(key: str) -> str | None:
 def is_beside_the_chain(key: str) -> bool:
     """Whether the object is one that no manifest names though it belongs to the run: identity, claims, statuses."""
     return bool(_BESIDE_THE_CHAIN.fullmatch(key))
+
+
+def is_probe(key: str) -> bool:
+    """Whether the object is one that preflight writes and deletes at once."""
+    return key.startswith("preflight/")
 
 
 def step_folder(step: int) -> str:

@@ -1,4 +1,4 @@
-"""Deleting what attempts left behind that committed nothing.
+"""Deleting what attempts left behind that committed nothing, and files that were never finished.
 
 Trap: an attempt that is under way looks like one that died. It may be one of the newest claim, or of an earlier claim
 whose last commit was already on its way when it lost the run; only time tells them apart.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ratchet.errors import StoreError
 from ratchet.store import layout
 from ratchet.store.chain import Chain, Leftover
+from ratchet.store.objects import TEMPORARY, ObjectStore, open_store
 from ratchet.store.run import Run
+from ratchet.store.usage import usage
 from ratchet.store.verification import read_chain
 
 NEWEST_CLAIM_SECONDS = 24 * 3600.0
@@ -27,6 +29,8 @@ class Plan:
     due: tuple[Leftover, ...]
     kept: tuple[Leftover, ...]
     """Attempts that may still be under way."""
+    sizes: dict[str, int]
+    """Kind -> bytes, of everything that the run holds."""
 
 
 def plan(run: Run, *, older_than: float | None = None, now: float | None = None) -> Plan:
@@ -51,11 +55,18 @@ def delete(run: Run, planned: Plan) -> tuple[Leftover, ...]:
         )
     due = {one.folder: (one.objects, one.modified) for one in planned.due}
     found = tuple(one for one in chain.leftovers if due.get(one.folder) == (one.objects, one.modified))
-    keys = [info.key for one in found for info in one.objects]
+    beside = open_store(run.root or "/")
     with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(run.store.delete, keys):
-            pass
+        for one in found:
+            store = beside if one.is_beside_the_run else run.store
+            for _ in pool.map(lambda info, store=store: _delete(store, info.key), one.objects):
+                pass
     return found
+
+
+def _delete(store: ObjectStore, key: str) -> None:
+    is_unfinished = key.rpartition("/")[2].startswith(TEMPORARY)
+    (store.discard if is_unfinished else store.delete)(key)
 
 
 def _plan(chain: Chain, older_than: float | None, now: float) -> Plan:
@@ -69,4 +80,5 @@ def _plan(chain: Chain, older_than: float | None, now: float) -> Plan:
         return now - quiet_since >= (limit if older_than is None else older_than)
 
     due = tuple(one for one in chain.leftovers if is_due(one))
-    return Plan(due=due, kept=tuple(one for one in chain.leftovers if one not in due))
+    kept = tuple(one for one in chain.leftovers if one not in due)
+    return Plan(due=due, kept=kept, sizes=usage(chain))

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from ratchet.errors import StoreError
 from ratchet.store.objects import (
@@ -26,21 +27,21 @@ _NOT_AN_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class LocalStore(ObjectStore):
-    """Objects as files below `root`; unfinished ones are named `.tmp-...` and never listed."""
+    """Objects as files below `root`; unfinished ones are named `.tmp-...` and not listed with them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.uri = str(self.root)
 
     def get(self, key: str) -> bytes:
-        with self._errors("read", key):
-            return self.path(key).read_bytes()
+        with self._errors("read", key), self._open(key) as file:
+            return file.read()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         check_range(key, start, length)
         if length == 0:
             return b""
-        with self._errors("read", key), self.path(key).open("rb") as file:
+        with self._errors("read", key), self._open(key) as file:
             file.seek(start)
             return file.read(length)
 
@@ -93,15 +94,28 @@ class LocalStore(ObjectStore):
             _replace_durably(temporary, self.path(key))
 
     def download_file(self, key: str, path: Path) -> None:
+        check_key(key)
         temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
         with self._errors("write", key):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with self._errors("read", key):
+                with self._errors("read", key), self._open(key):
                     shutil.copyfile(self.path(key), temporary)
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
+
+    def unfinished(self, folder: str) -> Iterator[ObjectInfo]:
+        with self._errors("list", folder):
+            found = sorted(self._files(self.root / folder_prefix(folder), finished=False), key=lambda info: info.key)
+        yield from found
+
+    def discard(self, key: str) -> None:
+        folder, _, name = key.rpartition("/")
+        if not name.startswith(TEMPORARY):
+            raise StoreError(f"not an unfinished file: {key!r} (expected a name that begins with {TEMPORARY!r})")
+        with self._errors("delete", key):
+            (self.root / folder_prefix(folder) / name).unlink(missing_ok=True)
 
     def child(self, folder: str) -> "LocalStore":
         return LocalStore(self.root / check_key(folder))
@@ -110,17 +124,24 @@ class LocalStore(ObjectStore):
         """Return where the object's file is or would be."""
         return self.root / check_key(key)
 
-    def _files(self, base: Path) -> Iterator[ObjectInfo]:
+    def _files(self, base: Path, *, finished: bool = True) -> Iterator[ObjectInfo]:
         for parent, _, names in os.walk(base, onerror=_raise_unless_missing):
             for name in names:
                 path = Path(parent, name)
-                if name.startswith(TEMPORARY) or not path.is_file():
+                if name.startswith(TEMPORARY) is finished or not path.is_file():
                     continue
                 try:
                     status = path.stat()
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 yield ObjectInfo(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime)
+
+    def _open(self, key: str) -> BinaryIO:
+        """Open a file that is one: a pipe would block, a device need not end."""
+        path = self.path(key)
+        if not path.is_file():
+            raise FileNotFoundError(key)
+        return path.open("rb")
 
     @contextmanager
     def _temporary(self, key: str) -> Iterator[Path]:

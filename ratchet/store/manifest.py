@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import StoreError
+from ratchet.store.objects import check_key
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -179,6 +180,7 @@ class Manifest:
         """Read a manifest; StoreError, with `key`, for one that is damaged or of another format.
 
         Bytes that are not the canonical ones are refused: `sha256` is computed from the values, and must be the file's.
+        So are folders and paths that could lead out of the run.
         """
         try:
             raw = json.loads(data)
@@ -190,8 +192,8 @@ class Manifest:
                 provenance["trainer_state"] = _artifact(provenance["trainer_state"])
             manifest = cls(content=Content(**raw["content"]), provenance=Provenance(**provenance))
             is_canonical = manifest.to_json() == data
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{key} is not a manifest: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"{key} is not a manifest: {error!r:.500}") from error
         if not is_canonical:
             raise StoreError(f"{key} is not as it was written: its bytes are not a manifest's canonical JSON")
         return manifest
@@ -229,9 +231,13 @@ def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def _artifact(raw: dict[str, Any]) -> Artifact:
     delta = raw.get("delta")
     if delta is not None:
-        delta = Delta(base=delta["base"], step=delta["step"], folder=delta["folder"], files=_files(delta["files"]))
-    return Artifact(folder=raw["folder"], files=_files(raw["files"]), rows=raw["rows"], delta=delta)
+        folder = check_key(delta["folder"])
+        delta = Delta(base=delta["base"], step=delta["step"], folder=folder, files=_files(delta["files"]))
+    return Artifact(folder=check_key(raw["folder"]), files=_files(raw["files"]), rows=raw["rows"], delta=delta)
 
 
 def _files(raw: list[dict[str, Any]]) -> tuple[FileEntry, ...]:
-    return tuple(FileEntry(**entry) for entry in raw)
+    entries = tuple(FileEntry(**entry) for entry in raw)
+    for entry in entries:
+        check_key(entry.path)
+    return entries

@@ -78,6 +78,17 @@ class ObjectStore(Protocol):
     def download_file(self, key: str, path: Path) -> None:
         """Copy an object into a local file, whose folder is made; the file appears whole or not at all."""
 
+    def unfinished(self, folder: str) -> Iterator[ObjectInfo]:
+        """Yield the unfinished files of writers below `folder` (the root for ""), which no listing shows.
+
+        They are of writers at work, or of some that were killed; a store whose writes leave nothing has none.
+        """
+        return iter(())
+
+    def discard(self, key: str) -> None:
+        """Delete an unfinished file; deleting one that is not there is no error."""
+        raise StoreError(f"{self.uri} has no unfinished files: {key!r}")
+
     def child(self, folder: str) -> "ObjectStore":
         """Return the store whose root is `folder` in this one."""
 

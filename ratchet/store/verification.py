@@ -15,6 +15,8 @@ from ratchet.store.chain import Chain, Fault, Leftover, StoredFile, manifest_key
 from ratchet.store.decision import Decision
 from ratchet.store.manifest import Artifact, Manifest, digest_of
 from ratchet.store.objects import ObjectInfo, open_store
+from ratchet.store.retired import TRAINER_STATE, WEIGHTS
+from ratchet.store.retired_faults import retired_faults
 from ratchet.store.run import POLICY_UPDATE, Run
 
 
@@ -30,8 +32,8 @@ class Verification:
     """Stored files that manifests name."""
     bytes: int
     """Of these files."""
-    deleted_states: int
-    """Trainer states that retention has deleted, which is no fault."""
+    retired: int
+    """Trainer states, policies and critics that were deleted on purpose, as records say: no fault."""
     decisions: int
     """On champions, about this run."""
     faults: tuple[Fault, ...]
@@ -57,7 +59,7 @@ def verify(run: Run, *, fast: bool = False) -> Verification:
         manifests=len(chain.sha256),
         files=len(chain.files),
         bytes=sum(file.bytes for file in chain.files),
-        deleted_states=chain.deleted_states,
+        retired=len(chain.retired),
         decisions=decisions,
         faults=(*faults, *contradictions),
         leftovers=chain.leftovers,
@@ -71,7 +73,7 @@ def read_chain(run: Run) -> Chain:
     for place, manifest in sorted(chain.manifests.items()):
         chain.faults += [*_check_content(chain, place, manifest), *_check_bases(chain, place, manifest)]
         named |= _check_files(chain, place, manifest)
-    chain.faults += _check_previous(chain)
+    chain.faults += [*_check_previous(chain), *retired_faults(chain)]
     _sort_out_the_rest(chain, named)
     return chain
 
@@ -158,53 +160,67 @@ def _check_bases(chain: Chain, place: str, manifest: Manifest) -> Iterator[Fault
 
 
 def _check_files(chain: Chain, place: str, manifest: Manifest) -> set[str]:
-    """Check that everything that a manifest names is there with its size; return the keys that it names."""
+    """Check that everything that a manifest names is there with its size; return the keys that it names.
+
+    What a record says is retired need not be there; what is left of it is no fault either.
+    """
+    named: set[str] = set()
     state = manifest.provenance.trainer_state
-    files = [file for artifact in manifest.provenance.artifacts.values() for file in _stored(place, artifact)]
-    if state is not None:
-        states = list(_stored(place, state, state))
-        if all(chain.size(file.key) is None for file in states):
-            chain.deleted_states += 1
-        else:
-            files += states
-    for file in files:
-        size = chain.size(file.key)
-        if size == file.bytes:
-            chain.files.append(file)
+    written = manifest.provenance.artifacts | ({} if state is None else {TRAINER_STATE: state})
+    for role, artifact in written.items():
+        files = list(_stored(place, role, artifact, manifest))
+        named |= {file.key for file in files}
+        sizes = [chain.size(file.key) for file in files]
+        if (place, role) in chain.retired or (None in sizes and chain.retired_since(manifest, role) is not None):
             continue
-        chain.faults.append(
-            Fault(
-                place=file.key,
-                expected=f"{file.bytes} bytes, says {file.named_by}",
-                found="nothing" if size is None else f"{size} bytes",
+        for file, size in zip(files, sizes, strict=True):
+            if size == file.bytes:
+                chain.files.append(file)
+                continue
+            chain.faults.append(
+                Fault(
+                    place=file.key,
+                    expected=f"{file.bytes} bytes, says {file.named_by}",
+                    found="nothing" if size is None else f"{size} bytes",
+                )
             )
-        )
-    return {file.key for file in files}
+    return named
 
 
-def _stored(place: str, artifact: Artifact, state: Artifact | None = None) -> Iterator[StoredFile]:
+def _stored(place: str, role: str, artifact: Artifact, manifest: Manifest) -> Iterator[StoredFile]:
     folder, entries = artifact.stored
+    may_go = role in (WEIGHTS.get(manifest.stage), TRAINER_STATE)
+    owner = (manifest.stage, manifest.step, role) if may_go and manifest.step else None
     for entry in entries:
-        yield StoredFile(f"{folder}/{entry.path}", entry.bytes, entry.sha256, manifest_key(place), state)
+        yield StoredFile(f"{folder}/{entry.path}", entry.bytes, entry.sha256, manifest_key(place), owner)
 
 
 def _sort_out_the_rest(chain: Chain, named: set[str]) -> None:
     """Tell apart what belongs beside the chain, what attempts left behind, and what should not be there."""
     committed = {f"{place}/{manifest.provenance.attempt}" for place, manifest in chain.manifests.items()}
     left: dict[tuple[str, int], list[ObjectInfo]] = defaultdict(list)
+    newest = max((epoch for key in chain.objects if (epoch := layout.parse_owner(key))), default=0)
     for key, info in chain.objects.items():
         attempt, sha256 = layout.parse_attempt(key), layout.parse_code(key)
         if sha256 is not None:
             chain.files.append(StoredFile(key, info.size, sha256, "its folder's name"))
         elif attempt is not None and key not in named and attempt[0] not in committed:
             left[attempt].append(info)
+        elif layout.is_probe(key):
+            left[key, newest].append(info)
         elif key not in named and not layout.is_beside_the_chain(key) and layout.parse_manifest(key) is None:
             chain.faults.append(
                 Fault(place=key, expected="no such object: no manifest names it", found=f"{info.size} bytes")
             )
-    chain.leftovers = tuple(
-        Leftover(folder=folder, epoch=epoch, objects=tuple(infos)) for (folder, epoch), infos in sorted(left.items())
-    )
+    for info in chain.unfinished:
+        attempt = layout.parse_attempt(info.key)
+        left[attempt if attempt in left else (info.key, attempt[1] if attempt else newest)].append(info)
+    of_the_run = [Leftover(folder=folder, epoch=epoch, objects=tuple(found)) for (folder, epoch), found in left.items()]
+    beside = [
+        Leftover(folder=info.key, epoch=newest, objects=(info,), is_beside_the_run=True)
+        for info in chain.unfinished_beside
+    ]
+    chain.leftovers = (*sorted(of_the_run, key=lambda one: one.folder), *beside)
 
 
 # -- the decisions -----------------------------------------------------------------------------------------------------

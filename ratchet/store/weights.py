@@ -18,6 +18,7 @@ from ratchet.store import deltas, layout
 from ratchet.store.artifacts import read_bytes, read_folder, write_bytes
 from ratchet.store.manifest import Artifact, Delta, FileEntry, Manifest
 from ratchet.store.objects import ObjectNotFoundError, ObjectStore
+from ratchet.store.retired import refuse_retired
 from ratchet.store.run import Run
 
 _SUFFIX = ".delta"
@@ -27,17 +28,18 @@ def read_weights(run: Run, manifest: Manifest, role: str, target: Path) -> None:
     """Copy the weights that `manifest` names under `role` below the local folder `target`, checking every digest.
 
     The last whole copy is read, and the deltas since then are applied to it in memory, file by file. A StoreError names
-    what is missing or damaged; `target` is then of no use.
+    what is missing or damaged, and is a RetiredError where that was deleted on purpose; `target` is then of no use.
     """
+    refuse_retired(run.store, manifest.stage, manifest.step, role)
     (start, whole), later = _chain(run, manifest, role)
-    with _named(manifest, role, start):
+    with _named(run, manifest, role, start):
         read_folder(run.store, whole, target)
     for entry in manifest.output(role).files:
         if entry in whole.files:
             continue
         data = np.fromfile(target / entry.path, np.uint8)
         for step, delta in later:
-            with _named(manifest, role, step):
+            with _named(run, manifest, role, step):
                 _apply(run, delta, entry.path, data)
         sha256 = hashlib.sha256(data.data).hexdigest()
         if sha256 != entry.sha256:
@@ -124,10 +126,12 @@ def _apply(run: Run, delta: Delta, path: str, data: npt.NDArray[np.uint8]) -> No
 
 
 @contextmanager
-def _named(manifest: Manifest, role: str, step: int) -> Iterator[None]:
+def _named(run: Run, manifest: Manifest, role: str, step: int) -> Iterator[None]:
     """Say of a missing file what it is needed for."""
     try:
         yield
     except ObjectNotFoundError as error:
+        # It may have been retired since it was begun to be read.
+        refuse_retired(run.store, manifest.stage, manifest.step, role)
         wanted = layout.stage_folder(manifest.stage, manifest.step)
         raise ObjectNotFoundError(f"{role} of {wanted} needs that of step {step}: {error}") from error

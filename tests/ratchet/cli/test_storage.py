@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import layout
+from ratchet.store import layout, retention
 from ratchet.store.manifest import Artifact, FileEntry, canonical_json, sha256_file
 from ratchet.store.run import Run
+from ratchet.store.survey import survey
 from tests.command_line import Ratchet, in_this_process
+from tests.ratchet.store.chains import new_run
+from tests.ratchet.store.versions import Killed, killed_at, name, publish, readable
 from tests.runs import tiny_config, train_tiny, write_problems
 
 
@@ -50,7 +53,7 @@ def test_verify_of_a_whole_run_ends_with_0_and_one_line(ratchet: Ratchet, traine
     assert (finished.code, finished.err) == (0, "")
     (line,) = finished.out.splitlines()
     assert line.startswith(f"{trained}: 0 faults | 11 manifests, ")
-    assert " bytes hashed, 0 decisions on champions | 0 trainer states deleted by retention" in line
+    assert " bytes hashed, 0 decisions on champions | 0 retired on purpose" in line
     assert " bytes listed, " in ratchet("verify", trained, "--fast").out
 
 
@@ -92,24 +95,84 @@ def test_gc_lists_and_deletes_when_it_is_told_to(ratchet: Ratchet, folder: Path)
     verified = ratchet("verify", folder)
     assert verified.code == 0  # what is left over is no fault
     assert "left over: step-000001/reward/0001-aa | 1 objects, 4 bytes, quiet for 30.0 h\n" in verified.out
-    assert ratchet("gc", folder).out.splitlines() == [
+    holds, *lines = ratchet("gc", folder).out.splitlines()
+    assert holds.startswith(f"{folder} holds ")
+    assert "trainer states 1.3 MiB, policies " in holds
+    assert "leftovers of attempts 8 bytes" in holds
+    assert lines == [
         "due: step-000001/reward/0001-aa | 1 objects, 4 bytes, quiet for 30.0 h",
         "kept, may be under way: step-000001/reward/0001-bb | 1 objects, 4 bytes, quiet for 1.0 h",
-        f"{folder}: 4 bytes of 1 attempts to delete (--delete)",
+        f"{folder}: 4 bytes of 1 attempts and 0 bytes of 0 artifacts to delete (--delete)",
     ]
     assert old.is_file()
     said = json.loads(ratchet("gc", folder, "--older-than", "0.5", "--json").out)
-    assert {key: [one["folder"][-4:] for one in ones] for key, ones in said.items()} == {
+    assert {key: [one["folder"][-4:] for one in ones] for key, ones in said.items() if key != "sizes"} == {
         "due": ["1-aa", "1-bb"],
         "kept": [],
         "deleted": [],
+        "retire": [],
+        "retired": [],
     }
+    assert sum(said["sizes"].values()) == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     finished = ratchet("gc", folder, "--delete")
     assert finished.code == 0
-    assert finished.out.splitlines()[0].startswith("deleted: step-000001/reward/0001-aa | ")
-    assert finished.out.splitlines()[-1] == f"{folder}: 4 bytes of 1 attempts deleted"
+    assert finished.out.splitlines()[1].startswith("deleted: step-000001/reward/0001-aa | ")
+    assert finished.out.splitlines()[-1] == f"{folder}: 4 bytes of 1 attempts and 0 bytes of 0 artifacts deleted"
     assert (old.is_file(), new.is_file()) == (False, True)
     assert ratchet("verify", folder).code == 0
+
+
+def test_gc_retires_what_the_newest_submission_or_the_caller_does_not_keep(
+    ratchet: Ratchet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    run = new_run(str(tmp_path))
+    for step in range(6):
+        publish(run, step, is_delta=step == 5)
+    config = tiny_config("model", "data", **{"trainer.keep_policies": 3})
+    run.claim({"submission_id": None, "config": config.model_dump(mode="json")})
+    name(run, "checkpoint_export", 2)
+    assert "to retire: " not in ratchet("gc", run.uri).out
+    listed = ratchet("gc", run.uri, "--retire").out.splitlines()
+    assert listed[1:-1] == [
+        "to retire: step-000001/policy_update trainer_state, 42 bytes",
+        "to retire: step-000001/policy_update policy, 48 bytes",
+        "to retire: step-000002/policy_update trainer_state, 42 bytes",
+        "to retire: step-000003/policy_update trainer_state, 42 bytes",
+    ]
+    assert listed[-1] == f"{run.uri}: 0 bytes of 0 attempts and 174 bytes of 4 artifacts to delete (--delete)"
+    assert readable(run) == [0, 1, 2, 3, 4, 5]
+    refused = ratchet("gc", run.uri, "--keep-policies", "1")
+    assert (refused.code, "give both" in refused.err) == (2, True)
+    said = json.loads(ratchet("gc", run.uri, "--retire", "--keep-policies", "1", "--delete", "--json").out)
+    gone = [(item["step"], item["role"]) for item in said["retired"]]
+    states = [(step, "trainer_state") for step in (1, 2, 3)]
+    # 2 is exported, 4 is what 5 is made of.
+    assert sorted(gone) == sorted([*states, (1, "policy"), (3, "policy")])
+    assert readable(run) == [0, 2, 4, 5]
+    verified = ratchet("verify", run.uri)
+    assert verified.code == 0
+    assert verified.out.endswith(" | 5 retired on purpose\n")
+    refused = ratchet("replay", run.uri, "--step", 3, "--stage", "checkpoint_export")
+    assert refused.code == 2
+
+
+def test_gc_finishes_what_a_process_that_died_has_retired(
+    ratchet: Ratchet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    run = new_run(str(tmp_path))
+    for step in range(4):
+        publish(run, step)
+    with pytest.raises(Killed), killed_at(2):
+        retention.retire(run, survey(run, with_weights=True), retention.Rules(), proven=set())
+    assert ratchet("verify", run.uri).code == 0
+    lines = ratchet("gc", run.uri).out.splitlines()
+    assert "being deleted 28 bytes" in lines[0]
+    assert lines[1] == "to retire: step-000001/policy_update trainer_state, 42 bytes"
+    assert "retired: step-000001/policy_update trainer_state, 42 bytes" in ratchet("gc", run.uri, "--delete").out
+    assert "being deleted" not in ratchet("gc", run.uri).out
+    assert ratchet("verify", run.uri).code == 0
 
 
 def test_gc_refuses_a_damaged_run(ratchet: Ratchet, folder: Path) -> None:

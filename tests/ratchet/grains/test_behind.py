@@ -1,5 +1,6 @@
 """Segments commit behind the work: in order, with bounded lag, fenced, and with the content of every other grain."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import pytest
 
 from ratchet.config import RunConfig
-from ratchet.errors import EngineError, OwnershipLostError, StoreUnavailableError
+from ratchet.errors import CommitConflictError, EngineError, OwnershipLostError, StoreUnavailableError
 from ratchet.grains import loop
 from ratchet.grains.session import open_session, submit
-from ratchet.stages.base import Input
+from ratchet.stages.advantage import Advantage
+from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.residents import Residents
+from ratchet.stages.reward import Reward
+from ratchet.stages.rollout import Rollout
 from ratchet.store import layout
 from ratchet.store.artifacts import scratch
 from ratchet.store.objects import ObjectStore
@@ -122,6 +126,81 @@ def test_a_lost_put_drops_what_was_built_on_it_and_starts_again_from_the_chain(
     assert attempts(run)["3/rollout"] == attempts(rival)["3/rollout"]
     ours = {place: epoch.provenance.attempt for place, epoch in manifests(run).items() if place != "3/rollout"}
     assert set(ours.values()).isdisjoint(attempts(rival).values())
+
+
+def _publish(rival: Run, root: Path, place: str) -> None:
+    """Let the run below `root` have a stage of the rival's, as if another attempt had been first."""
+    shutil.copytree(Path(rival.uri) / place, root / "run" / place, dirs_exist_ok=True)
+
+
+def test_what_another_attempt_published_reaches_the_trackers_in_the_same_session(
+    tmp_path: Path, tiny_model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival = train_tiny(tmp_path / "rival", "run", _config(tiny_model, problems))
+
+    def publish_first(place: str, is_committed: bool) -> None:
+        if place == "step-000003/rollout" and not is_committed:
+            _publish(rival, tmp_path / "runs", place)
+
+    monkeypatch.chdir(tmp_path)
+    run = train_tiny(
+        tmp_path / "runs", "run", _config(tiny_model, problems, **{"trainer.logger": ["jsonl"]}), publish_first
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    shown = [(line["step"], line["stage"]) for line in lines]
+    with_metrics = {(item.step, item.stage) for item in manifests(run).values() if item.metrics}
+    assert len(shown) == len(set(shown))
+    assert set(shown) == with_metrics
+    (line,) = [line for line in lines if (line["step"], line["stage"]) == (3, "rollout")]
+    assert line["metrics"] == rival.require("rollout", 3).metrics
+
+
+def test_puts_may_be_lost_again_and_again_as_long_as_something_is_committed_in_between(
+    tmp_path: Path, tiny_model: Path, problems: Path, by_stage: Run
+) -> None:
+    rival = train_tiny(tmp_path / "rival", "run", _config(tiny_model, problems))
+    places = [f"step-{step:06d}/rollout" for step in range(1, STEPS + 1)]
+
+    def publish_first(place: str, is_committed: bool) -> None:
+        if place in places and not is_committed:
+            _publish(rival, tmp_path / "runs", place)
+
+    run = train_tiny(tmp_path / "runs", "run", _config(tiny_model, problems), publish_first)
+    assert content_digests(run) == content_digests(by_stage)
+    theirs = {place for place, attempt in attempts(run).items() if attempt == attempts(rival)[place]}
+    assert theirs == {f"{step}/rollout" for step in range(1, STEPS + 1)}
+
+
+def test_who_is_always_second_gives_up_and_says_why(
+    tmp_path: Path,
+    tiny_model: Path,
+    problems: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rival = train_tiny(tmp_path / "rival", "run", _config(tiny_model, problems))
+    stages: list[type[Stage]] = [Rollout, Reward, Advantage]
+
+    def publish_meanwhile(stage: type[Stage]) -> None:
+        compute = stage.compute
+
+        def computed(self: Stage, context: Context) -> Result:
+            num_lost = sum("starting again from the chain" in record.message for record in caplog.records)
+            if context.step == 2 and stage is stages[num_lost]:
+                _publish(rival, tmp_path / "runs", f"step-000002/{stage.name}")
+            return compute(self, context)
+
+        monkeypatch.setattr(stage, "compute", computed)
+
+    for stage in stages:
+        publish_meanwhile(stage)
+    with pytest.raises(CommitConflictError, match="3 times in a row: another process does this work"):
+        train_tiny(tmp_path / "runs", "run", _config(tiny_model, problems))
+    left = Run(str(tmp_path / "runs"), "run")
+    assert left.last_step() == 1
+    assert {attempts(left)[f"2/{stage}"] for stage in ("rollout", "reward", "advantage")} == {
+        attempts(rival)[f"2/{stage}"] for stage in ("rollout", "reward", "advantage")
+    }
 
 
 def test_a_step_that_another_attempt_finished_is_evaluated_all_the_same(

@@ -18,6 +18,7 @@ from ratchet.grains import promotion
 from ratchet.store import layout, stored_files
 from ratchet.store.artifacts import write_bytes
 from ratchet.store.manifest import canonical_json
+from ratchet.store.retired import describe
 from ratchet.store.run import Run
 from ratchet.store.verification import Verification, verify
 from tests.promotion import finished_run
@@ -83,7 +84,7 @@ def test_a_run_that_nobody_touched_has_no_fault(trained: Path) -> None:
     assert found.manifests == len(manifests) == 2 + 4 * STEPS + 1
     assert found.files == len(chain) - len(manifests)
     assert found.bytes == sum(path.stat().st_size for path in chain) - sum(path.stat().st_size for path in manifests)
-    assert found.deleted_states == STEPS - 2
+    assert found.retired == STEPS - 2  # trainer states
     assert stored(trained, "policy_update", 3, "policy").suffix == ".delta"
 
 
@@ -135,6 +136,13 @@ def missing_delta(folder: Path) -> tuple[str, str, str]:
     path = stored(folder, "policy_update", 5, "policy")
     path.unlink()
     return str(path), "found nothing", "says step-000005/policy_update/manifest.json"
+
+
+def missing_state(folder: Path) -> tuple[str, str, str]:
+    """Nobody recorded that it was to go."""
+    path = stored(folder, "policy_update", 4, "trainer_state")
+    shutil.rmtree(path.parent)
+    return str(path), "found nothing", "says step-000004/policy_update/manifest.json"
 
 
 def half_a_state(folder: Path) -> tuple[str, str, str]:
@@ -257,7 +265,16 @@ def missing_identity(folder: Path) -> tuple[str, str, str]:
 
 
 IN_FILES = [damaged_table, damaged_delta, damaged_whole_copy, damaged_state, swapped_files, extra_code]
-IN_THE_LISTING = [truncated, lengthened, missing, missing_delta, half_a_state, extra_beside, extra_at_the_top]
+IN_THE_LISTING = [
+    truncated,
+    lengthened,
+    missing,
+    missing_delta,
+    missing_state,
+    half_a_state,
+    extra_beside,
+    extra_at_the_top,
+]
 IN_MANIFESTS = [
     missing_manifest,
     missing_base,
@@ -310,13 +327,15 @@ def test_deltas_that_are_whole_and_make_other_weights_are_told(folder: Path) -> 
     assert "made of step 4 and the deltas since, is damaged" in fault.found
 
 
-def test_a_state_that_retention_deletes_while_it_is_verified_is_no_fault(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_retired_while_it_is_verified_is_no_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, hash_files = Run(str(folder.parent), folder.name), stored_files.hash_files
-    state = stored(folder, "policy_update", 5, "trainer_state").parent
+    state = stored(folder, "policy_update", 4, "trainer_state").parent
 
     def later(*arguments: Any) -> Any:
+        artifact = run.require("policy_update", 4).provenance.trainer_state
+        assert artifact is not None
+        record = describe("policy_update", 4, "trainer_state", artifact, reason="a test", epoch=1)
+        assert run.store.put_create(record.key, record.to_json())
         shutil.rmtree(state)
         return hash_files(*arguments)
 
@@ -367,8 +386,10 @@ def test_verification_reads_any_storage(root: str, monkeypatch: pytest.MonkeyPat
         f"{kept}/part-8": "sha256 a",
         f"{kept}/part-13": "12 bytes",
     }
-    (leftover,) = found.leftovers
-    assert (leftover.folder, leftover.epoch, leftover.bytes) == ("step-000001/reward/0001-abc", 1, 9)
+    assert [(one.folder, one.epoch, one.bytes) for one in found.leftovers] == [
+        ("preflight/probe", 1, 0),
+        ("step-000001/reward/0001-abc", 1, 9),
+    ]
 
 
 def test_a_stage_that_is_committed_while_the_run_is_listed_is_whole(
