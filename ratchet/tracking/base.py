@@ -14,7 +14,7 @@ class Tracker(Protocol):
         """Show a manifest that was committed; showing it twice is the same as once where the tracker can tell."""
 
     def catch_up(self) -> int:
-        """Show the committed manifests that an earlier process could not, and return how many there were."""
+        """Show the committed manifests that it has not shown, whoever made them; return how many there were."""
 
     def finish(self, status: Status) -> None:
         """Say how the run ended. The last call."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ratchet.redaction import hidden
 from ratchet.store.manifest import digest_of
 from ratchet.tracking.metrics import mlflow_names
 from ratchet.tracking.mlflow_runs import TrackedRun
@@ -61,7 +62,9 @@ def log_config(client: "MlflowClient", tracked: TrackedRun, config: Mapping[str,
     try:
         client.log_text(tracked.run_id, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), CONFIG_FILE)
     except (MlflowException, OSError, BotoCoreError, ClientError, Boto3Error, ImportError) as error:
-        logger.warning("no %s in MLflow, its artifact storage cannot be written from here: %s", CONFIG_FILE, error)
+        logger.warning(
+            "no %s in MLflow, its artifact storage cannot be written from here: %s", CONFIG_FILE, hidden(str(error))
+        )
         # Told in the tag, so that the pods of the other stages do not wait for the same storage.
         state = f"{digest} not uploaded: {type(error).__name__}"
     client.set_tag(tracked.run_id, CONFIG_TAG, state)

@@ -24,6 +24,8 @@ CREATED_TAG = "ratchet.created"
 """On runs that Ratchet made; the status of any other belongs to who made it."""
 _PARENT_TAG = "mlflow.parentRunId"
 _SQLITE = "sqlite:///"
+_MAX_EXPERIMENTS = 100
+"""Of one name, deleted ones: more is a server that answers anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +165,26 @@ def _injected_run(client: "MlflowClient") -> "MLflowRun | None":
 
 
 def _experiment_id(client: "MlflowClient", name: str) -> str:
+    """Return the active experiment `name`, made if there is none.
+
+    MLflow keeps the name of a deleted experiment for it, so that the next one is `name-2`, then `name-3`. What a user
+    deleted stays deleted; what a user restores is used again by the next session.
+    """
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    for number in range(1, _MAX_EXPERIMENTS):
+        candidate = name if number == 1 else f"{name}-{number}"
+        found = client.get_experiment_by_name(candidate)
+        if found is None or found.lifecycle_stage != "deleted":
+            if candidate != name:
+                logger.warning("MLflow's experiment %s is deleted; this run is logged to %s", name, candidate)
+            return _create_experiment(client, candidate) if found is None else str(found.experiment_id)
+    raise MlflowException(f"expected an experiment {name} that is not deleted, found {number} that are")
+
+
+def _create_experiment(client: "MlflowClient", name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
     path = database(client.tracking_uri)
     # MLflow would put the artifacts of a database below whatever folder is current.
     location = None if path is None else (path.parent / "mlruns").as_uri()

@@ -116,7 +116,8 @@ class MLflowTracker:
     def catch_up(self) -> int:
         """Log every committed manifest that MLflow lacks, and return how many there were; 0 if it cannot be reached."""
         with self._lock:
-            return self._attempt(self._replay) or 0
+            # Others may have committed what this process was not told of.
+            return self._attempt(lambda: self._replay(self._progress.floor)) or 0
 
     def finish(self, status: Status) -> None:
         """Bring what is missing and set the run's status, unless another program made the MLflow run."""
@@ -182,8 +183,10 @@ class MLflowTracker:
             self._paused_until = time.monotonic() + min(seconds * self._pauses.share, self._pauses.longest)
         return count
 
-    def _replay(self) -> int:
-        """Send what is missing if anything may be: after a failure or a pause, and at first."""
+    def _replay(self, since: int | None = None) -> int:
+        """Send what is missing if anything may be: after a failure or a pause, at first, and where `since` says."""
+        if since is not None:
+            self._miss(since)
         if self._missed is None:
             return 0
         self._progress.lower(self._missed)

@@ -29,7 +29,8 @@ class Progress:
         step = manifest.content.step
         if manifest.content.stage == POLICY_UPDATE and step is not None and step > self.floor:
             self.floor = step
-            self.stages = {stage for stage in self.stages if _step(stage) is None or (_step(stage) or 0) >= step}
+            # What belongs to no step or precedes training is always listed: the base may be evaluated late.
+            self.stages = {stage for stage in self.stages if not _step(stage) or (_step(stage) or 0) >= step}
 
     def lower(self, step: int) -> None:
         """Note that something of `step` is missing: everything from there on is offered again, unless it is listed."""
@@ -43,7 +44,7 @@ class Progress:
             if manifest is not None and not self.has(manifest):
                 yield manifest
         for step in run.steps():
-            if step >= floor:
+            if step >= floor or step == 0:
                 yield from (manifest for manifest in run.step_manifests(step) if not self.has(manifest))
 
     def copy(self) -> "Progress":

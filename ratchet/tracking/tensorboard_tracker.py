@@ -34,14 +34,13 @@ class TensorBoardTracker:
         self._is_behind = True
 
     def log(self, manifest: Manifest) -> None:
-        self.catch_up()
+        if self._is_behind:
+            self.catch_up()
         if not self._progress.has(manifest):
             self._write(manifest)
 
     def catch_up(self) -> int:
         """Write what the event files lack."""
-        if not self._is_behind:
-            return 0
         missing = list(self._progress.missing(self._run))
         for manifest in missing:
             self._write(manifest)

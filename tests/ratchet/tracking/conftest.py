@@ -1,20 +1,16 @@
 """Runs with committed manifests, one MLflow server for the session, and a gateway in front of it that can misbehave."""
 
-import http.client
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from demo.servers import mlflow_server
 from ratchet.store.manifest import Artifact, Content, FileEntry, Manifest, Provenance
 from ratchet.store.run import Run
+from tests.mlflow_gateway import Gateway
 
 ENDED = 1_700_000_000.25
 _FILE = FileEntry(path="part-00000.parquet", bytes=8, sha256="ab" * 32)
@@ -126,72 +122,15 @@ def server_uri(server: Server) -> str:
     return server.uri
 
 
-@dataclass
-class Gateway:
-    """Passes requests on to `target`, or does what `mode` says: "ok", "500", "drop" (cuts the connection)."""
-
-    target: str
-    mode: str = "ok"
-    delay: float = 0.0
-    """Seconds before each answer."""
-    requests: int = 0
-    uri: str = ""
-
-    def handler(self) -> type[BaseHTTPRequestHandler]:
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                gateway.requests += 1
-                time.sleep(gateway.delay)
-                if gateway.mode == "drop":
-                    self.close_connection = True
-                    return
-                status, reply = (500, b"broken") if gateway.mode == "500" else self._forward(body)
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
-
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any
-
-            def _forward(self, body: bytes) -> tuple[int, bytes]:
-                connection = http.client.HTTPConnection(urlsplit(gateway.target).netloc, timeout=30)
-                try:
-                    kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "accept-encoding")}
-                    connection.request(self.command, self.path, body, kept)
-                    answer = connection.getresponse()
-                    return answer.status, answer.read()
-                except OSError:
-                    return 503, b"no server behind the gateway"
-                finally:
-                    connection.close()
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
-
-        return Handler
-
-
 @pytest.fixture
 def make_gateway() -> Iterator[Callable[[str], Gateway]]:
     """Start gateways; they end with the test."""
-    servers: list[ThreadingHTTPServer] = []
+    with ExitStack() as running:
 
-    def make(target: str) -> Gateway:
-        gateway = Gateway(target)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), gateway.handler())
-        server.daemon_threads = True
-        gateway.uri = f"http://127.0.0.1:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return gateway
+        def make(target: str) -> Gateway:
+            gateway = Gateway(target)
+            gateway.start()
+            running.callback(gateway.close)
+            return gateway
 
-    yield make
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield make

@@ -121,6 +121,58 @@ def test_a_deleted_mlflow_run_is_replaced_by_one_with_the_whole_curve(chain, ope
     assert steps(database, tracker.run_id) == [1, 2]
 
 
+def test_after_a_deleted_experiment_the_next_one_has_the_whole_curve_until_it_is_restored(
+    chain, open_tracker: Open, database: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, client = request.node.name, client_of(database)
+    tracker = open_tracker(database)
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    first, experiment = tracker.run_id, _experiment(database, tracker)
+    client.delete_experiment(experiment)
+    for manifest in chain.step(2):
+        tracker.log(manifest)
+    assert _experiment(database, tracker) == client.get_experiment_by_name(f"{name}-2").experiment_id
+    assert steps(database, tracker.run_id) == [1, 2]
+    assert f"experiment {name} is deleted; this run is logged to {name}-2" in caplog.text
+    # Another process finds the same one; and what a user restores is the run's again, and lacks nothing.
+    assert open_tracker(database).catch_up() == 0
+    client.restore_experiment(experiment)
+    restored = open_tracker(database)
+    assert restored.catch_up() == 3
+    assert restored.run_id == first
+    assert steps(database, first) == [1, 2]
+
+
+def test_a_deleted_run_that_is_restored_later_is_the_oldest_and_lacks_nothing(
+    chain, open_tracker: Open, database: str
+) -> None:
+    tracker = open_tracker(database)
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    first = tracker.run_id
+    client_of(database).delete_run(first)
+    for manifest in chain.step(2):
+        tracker.log(manifest)
+    client_of(database).restore_run(first)
+    resumed = open_tracker(database)
+    for manifest in chain.step(3):
+        resumed.log(manifest)
+    assert resumed.run_id == first
+    assert steps(database, first) == [1, 2, 3]
+    assert steps(database, tracker.run_id) == [1, 2]
+
+
+def test_what_others_committed_meanwhile_is_caught_up_too(chain, open_tracker: Open, database: str) -> None:
+    tracker = open_tracker(database)
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    rollout, *_ = chain.step(2)
+    assert tracker.catch_up() == 3
+    assert tracker.catch_up() == 0
+    assert points(database, tracker.run_id, "response_length/mean")[1][2] == int(rollout.provenance.ended * 1000)
+
+
 def test_of_two_runs_made_at_once_both_processes_keep_the_oldest(chain, open_tracker: Open, database: str) -> None:
     from ratchet.tracking import mlflow_runs
 
@@ -319,7 +371,7 @@ def test_steps_that_mlflow_lacks_are_caught_up_also_in_the_middle(chain, open_tr
     ]
 
 
-@pytest.mark.parametrize("mode", ["500", "drop"])
+@pytest.mark.parametrize("mode", ["500", "drop", "lost", "page"])
 def test_a_server_that_fails_for_a_while_costs_one_warning_and_no_point(
     chain, open_tracker: Open, server_uri: str, make_gateway, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:

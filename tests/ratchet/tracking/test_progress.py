@@ -25,6 +25,18 @@ def test_a_stage_after_the_last_update_is_still_offered(chain) -> None:
     assert list(progress.missing(chain.run)) == [evaluate]
 
 
+def test_the_base_that_is_evaluated_late_is_offered_once(chain) -> None:
+    progress = Progress()
+    for manifest in [*chain.step(1), *chain.step(2)]:
+        progress.add(manifest)
+    evaluate = chain.commit("evaluate", 0, {})
+    assert list(Progress.from_json(progress.to_json()).missing(chain.run)) == [evaluate]
+    progress.add(evaluate)
+    for manifest in chain.step(3):
+        progress.add(manifest)
+    assert list(Progress.from_json(progress.to_json()).missing(chain.run)) == []
+
+
 def test_a_lowered_floor_offers_the_older_steps_again(chain) -> None:
     first, second = chain.step(1), chain.step(2)
     progress = Progress()
