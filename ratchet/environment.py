@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 from ratchet import __version__
+from ratchet.redaction import HidingFormatter
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,20 @@ def set_defaults() -> None:
             )
 
 
+def start_log(level: int | str) -> None:
+    """Log to standard error, without secrets, at `level` unless logging has been set up before.
+
+    Whoever has set it up, KFP in a pod for one, keeps its handlers; they write without secrets from now on.
+    """
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        if not isinstance(handler.formatter, HidingFormatter):
+            handler.setFormatter(HidingFormatter(handler.formatter or logging.Formatter()))
+
+
 def set_log_level() -> None:
     """Log to the pod's log at RATCHET_LOG_LEVEL; a level that there is not is INFO."""
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log(logging.WARNING)
     named = os.environ.get("RATCHET_LOG_LEVEL", "INFO").upper()
     # In a pod KFP has set logging up before, and its level is not ours.
     logging.getLogger("ratchet").setLevel(logging.getLevelNamesMapping().get(named, logging.INFO))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ratchet import __version__
-from ratchet.environment import set_defaults
+from ratchet.environment import set_defaults, start_log
 from ratchet.errors import ConfigError, NotCommittedError, RatchetError
+from ratchet.redaction import hidden
 
 if TYPE_CHECKING:
     from ratchet.config import RunConfig
@@ -31,7 +32,7 @@ def main() -> None:
     try:
         app()
     except RatchetError as error:
-        typer.echo(f"ratchet: {error}", err=True)
+        typer.echo(f"ratchet: {hidden(str(error))}", err=True)
         sys.exit(2)
 
 
@@ -50,7 +51,7 @@ def _options(
 ) -> None:
     set_defaults()
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log(level)
 
 
 def open_run(place: str) -> "Run":

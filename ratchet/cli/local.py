@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,9 +39,10 @@ def train(
 
     gpus = [] if num_gpus is None else [f"trainer.num_gpus={num_gpus}"]
     parsed = load_config(config, [*(overrides or []), *gpus])
-    run = submit(*place_of(parsed, root, run_id), parsed)
-    with _progress(parsed) as (listener, echo), open_session(run, parsed, listener, echo=echo) as session:
-        loop.train(session)
+    with _sigterm_as_ctrl_c(), _progress(parsed) as (listener, echo):
+        run = submit(*place_of(parsed, root, run_id), parsed)
+        with open_session(run, parsed, listener, echo=echo) as session:
+            loop.train(session)
     typer.echo(f"run: {run.uri}")
 
 
@@ -145,6 +148,23 @@ def show(
     lines = step_lines(opened, as_json=as_json) if step is None else completion_lines(opened, step)
     for line in lines:
         typer.echo(line)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM end the block by an exception, so that commits under way are given their time (`Session.behind`)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -13,9 +13,11 @@ from ratchet.config.keys import known_keys
 from ratchet.config.reading import Reading, leaves
 from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
+from ratchet.config.secrets import shown
 from ratchet.config.text import read_mapping, read_value
 from ratchet.config.verl_keys import VALUES
 from ratchet.errors import ConfigError
+from ratchet.redaction import by_looks
 
 __all__ = [
     "copy_tree",
@@ -55,11 +57,12 @@ def parse_config(
     source: str = "the config",
     folder: Path | None = None,
     is_quiet: bool = False,
+    is_stored: bool = False,
 ) -> RunConfig:
     """Check a nested mapping plus overrides; every fault is named in one ConfigError.
 
     Python files are looked for in the working directory, then in `folder`. `is_quiet` logs no warning, for what has
-    been read before.
+    been read before. `is_stored` takes what looks like a secret, too: a run that has stored it can still go on.
     """
     reading = Reading()
     reading.read(leaves(tree))
@@ -67,13 +70,13 @@ def parse_config(
     resolve(reading)
     embedded = user_code.embed(reading.tree(), folder=folder)
     user_code.load_all(embedded)
-    faults, config = reading.faults, None
+    faults, config = reading.all_faults(with_secrets=not is_stored), None
     try:
         config = RunConfig.model_validate(embedded)
     except ValidationError as error:
         faults = [*faults, *_faults(error, reading)]
     if faults or config is None:
-        listed = "\n".join(f"  {fault}" for fault in faults)
+        listed = by_looks("\n".join(f"  {fault}" for fault in faults))
         raise ConfigError(f"{source} does not make a run:\n{listed}")
     if is_quiet:
         return config
@@ -108,8 +111,8 @@ def _overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         # Hydra's way to add a key; here every key can be set.
         name = key.strip().lstrip("+")
         if not separator or not name or name.startswith("~"):
-            raise ConfigError(f"override {override!r}: expected key.subkey=value")
-        value = read_value(text, f"override {override!r}: the value")
+            raise ConfigError(f"override {shown('', override)}: expected key.subkey=value")
+        value = read_value(text, f"override {shown('', override)}: the value")
         if isinstance(value, Mapping):
             found = list(leaves({name: value}))
             yield from found
@@ -131,7 +134,7 @@ def _faults(error: ValidationError, reading: Reading) -> Iterator[str]:
         if value in known:
             message = f"verl has {value!r}, Ratchet has not. {message}"
         if key and not isinstance(value, Mapping):
-            message = f"{message}, but it is {value!r}"
+            message = f"{message}, but it is {shown(key, value)}"
         yield f"{reading.label(key)}: {message}" if key else message
 
 

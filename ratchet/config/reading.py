@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ratchet.config.keys import key_fields, mapping_of, sections, takes_none, unknown
+from ratchet.config.secrets import LONGEST, secret_faults, shown
 from ratchet.config.spelling import DROP, note_of, spelled
 from ratchet.config.verl_keys import OFF, RULES, rule_of
 
@@ -19,6 +20,9 @@ PSEUDO_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Names that say something about other keys, and the keys of an earlier source that they count over;
 `ratchet.config.resolve` takes them out again."""
+
+_MOST_UNKNOWN = 20
+"""Keys that mean nothing and are named one by one, with the nearest that does; it is searched for among hundreds."""
 
 _PARENTS = frozenset(name.rpartition(".")[0] for rule in RULES for name in rule.names) - {"", "*"}
 
@@ -34,6 +38,8 @@ class Reading:
     inherited: set[str] = field(default_factory=set)
     """Keys whose value is another key's."""
     faults: list[str] = field(default_factory=list)
+    unknown: int = 0
+    """Keys that mean nothing."""
     ignored: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> keys of verl that were taken for it."""
 
@@ -42,7 +48,7 @@ class Reading:
         here: dict[str, tuple[str, Any]] = {}
         for typed, value in pairs:
             if isinstance(value, str) and "${" in value:
-                self.faults.append(f"{typed}: {value!r} refers to another key; write the value itself")
+                self.faults.append(f"{typed}: {shown(typed, value)} refers to another key; write the value itself")
                 continue
             key, meant = spelled(typed, value)
             if key in sections() or any(fnmatchcase(key, parent) for parent in _PARENTS):
@@ -58,7 +64,7 @@ class Reading:
 
     def _read_section(self, typed: str, key: str, value: Any, here: Mapping[str, Any]) -> None:
         if value is not None and value != {}:
-            self.faults.append(f"{typed}: expected a section of keys, but it is {value!r}")
+            self.faults.append(f"{typed}: expected a section of keys, but it is {shown(typed, value)}")
         elif value is None:
             # On a command line, back to the defaults; in a file, a section without content.
             for name in [name for name in self.values if name.startswith(f"{key}.") and name not in here]:
@@ -71,7 +77,8 @@ class Reading:
         if known is not None and first != typed and known != value:
             notes = [note for note in (note_of(first), note_of(typed)) if note]
             because = f" ({notes[0]})" if notes else ""
-            self.faults.append(f"{first} is {known!r} and {typed} is {value!r}, and both mean {key}{because}")
+            said = f"{first} is {shown(key, known)} and {typed} is {shown(key, value)}"
+            self.faults.append(f"{said}, and both mean {key}{because}")
             return
         here[key] = (typed, value)
         older = [name for name in PSEUDO_KEYS.get(key, ()) if name not in here]
@@ -84,13 +91,25 @@ class Reading:
     def _read_other(self, typed: str, key: str, value: Any) -> None:
         rule = rule_of(key)
         if rule is None:
-            said = unknown(typed)
-            if said not in self.faults:
-                self.faults.append(said)
+            self._add_unknown(typed)
         elif not rule.accepts(value):
-            self.faults.append(f"{typed}: verl has it, Ratchet has not: {rule.reason}; it is {value!r}")
+            self.faults.append(f"{typed}: verl has it, Ratchet has not: {rule.reason}; it is {shown(key, value)}")
         elif rule.takes is not OFF and value is not None:
             self.ignored.setdefault(rule.reason, []).append(typed)
+
+    def _add_unknown(self, typed: str) -> None:
+        self.unknown += 1
+        if self.unknown > _MOST_UNKNOWN:
+            return
+        said = unknown(typed) if len(typed) <= LONGEST else f"{typed[:LONGEST]}...: no such key"
+        if said not in self.faults:
+            self.faults.append(said)
+
+    def all_faults(self, *, with_secrets: bool) -> list[str]:
+        """Return what is wrong with what was read, what looks like a secret among it if that is asked for."""
+        more = self.unknown - _MOST_UNKNOWN
+        rest = [f"and {more} more keys that do not exist"] if more > 0 else []
+        return [*self.faults, *rest, *(secret_faults(self.values) if with_secrets else ())]
 
     def label(self, key: str) -> str:
         """Return the name that a key, or something in it, was typed as, with the key where that is another."""

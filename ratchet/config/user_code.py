@@ -149,9 +149,11 @@ def _execute(module: ModuleType, source: str, shown: str) -> None:
 
 def _running(sha256: str, path: str) -> ModuleType | None:
     """Return the module of this very text that the process has imported, or runs as its main program."""
+    name = Path(path).name
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or Path(file).name != Path(path).name:
+        # A process has thousands of modules, and a Path takes its time.
+        if not isinstance(file, str) or not file.endswith(name) or Path(file).name != name:
             continue
         try:
             data = Path(file).read_bytes()

@@ -63,7 +63,7 @@ def _cell(text: str) -> Any:
     if text.lstrip().startswith("[{"):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     return text
 

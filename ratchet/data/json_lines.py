@@ -6,19 +6,24 @@ The trap: `str.splitlines` also splits at U+2028, U+0085 and form feeds, which J
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ratchet.data.files import MAX_ROW_BYTES, check_size
 from ratchet.errors import DataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def parse_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for each line that is not blank; DataError for one that is no JSON object."""
-    for number, raw in enumerate(lines, start=1):
+def parse_json_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for each line that is not blank.
+
+    DataError for one that is no JSON object, or longer than a row may be.
+    """
+    for number, raw in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES + 1), b""), start=1):
         where = f"{name}, line {number}"
+        check_size(where, len(raw), MAX_ROW_BYTES, "bytes in a line")
         if number == 1:
             raw = raw.removeprefix(_BYTE_ORDER_MARK)
         if not raw.strip():
@@ -29,8 +34,11 @@ def parse_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, d
             raise DataError(f"{where}: expected UTF-8, got byte 0x{raw[error.start]:02x} at {error.start}") from error
         try:
             record = json.loads(text)
+            if "\\ud" in text or "\\uD" in text:
+                json.dumps(record, ensure_ascii=False).encode()  # half of an escaped pair is no text
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: expected a JSON object, got {text.strip()[:80]!r} ({error})") from error
+            said = f"expected a JSON object, got {text[:1000].strip()[:80]!r} ({error})"
+            raise DataError(f"{where}: {said}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where}: expected one JSON object a line, got {type(record).__name__}")
         yield number, record

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlencode
 
 from ratchet.data import word_problems
+from ratchet.data.files import check_size, outside, read_file
 from ratchet.data.frames import csv_records
 from ratchet.data.json_lines import json_lines_of
 from ratchet.data.prompt_rows import GSM8K, INSTRUCTION, SHORT_INSTRUCTION, PromptRow, gsm8k_row, row_from_record
@@ -57,7 +58,7 @@ def load_rows(
     }
     if _is_generated(spec):
         rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
-    elif spec.startswith("s3://") or Path(spec).exists():
+    elif spec.startswith("s3://") or _exists(spec):
         rows = [row for name, body in _files(spec, split) for row in _rows_of_file(name, body, **options)]
     elif _is_dataset_id(spec):
         records = enumerate(_hub_records(spec, split))
@@ -82,7 +83,7 @@ def resolved_source(spec: str, *, split: str) -> str:
     if _is_generated(spec):
         numbers, style = _generator(spec)
         return f"{WORD_PROBLEMS}?{urlencode({**numbers, 'instruction': style})}"
-    if Path(spec).exists() or not _is_dataset_id(spec):
+    if _exists(spec) or not _is_dataset_id(spec):
         return str(Path(spec).resolve())
     # The revision is a part of the places that the files were downloaded from, which the cache keeps, too.
     urls: Any = getattr(getattr(_hub_table(spec, split), "info", None), "download_checksums", None)
@@ -91,7 +92,14 @@ def resolved_source(spec: str, *, split: str) -> str:
 
 
 def _is_generated(spec: str) -> bool:
-    return spec.partition("?")[0] == WORD_PROBLEMS and not Path(spec).exists()
+    return spec.partition("?")[0] == WORD_PROBLEMS and not _exists(spec)
+
+
+def _exists(spec: str) -> bool:
+    try:
+        return Path(spec).exists()
+    except OSError as error:  # a name that no disk can hold
+        raise DataError(f"{spec[:200]}: cannot be read ({error.strerror})") from error
 
 
 def _location(spec: str) -> str:
@@ -115,32 +123,37 @@ def _files(spec: str, split: str) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the files that hold `split` at a local or s3:// place."""
     from ratchet.store import open_store
 
-    if not spec.startswith("s3://") and Path(spec).is_file():
+    is_local = not spec.startswith("s3://")
+    if is_local and not Path(spec).is_dir():
         if not spec.endswith(_SUFFIXES):
             raise DataError(f"{spec}: expected a file that ends in {', '.join(_SUFFIXES)}")
-        try:
-            yield spec, Path(spec).read_bytes()
-        except OSError as error:
-            raise DataError(f"{spec}: cannot be read ({error.strerror})") from error
+        yield spec, read_file(spec)
         return
-    if spec.endswith(_SUFFIXES):
+    if not is_local and spec.endswith(_SUFFIXES):
         folder, _, key = spec.rpartition("/")
-        yield spec, open_store(folder).get(key)
+        store = open_store(folder)
+        check_size(spec, store.size(key) or 0)
+        yield spec, store.get(key)
         return
     store = open_store(spec.rstrip("/"))
-    keys = [info.key for info in store.list_objects("")]
+    sizes = {info.key: info.size for info in store.list_objects("")}
     # A shard of the hub's own layout is `main/train-00000-of-00001.parquet`.
     pattern = re.compile(rf"(?:(?:main|data)/)?{re.escape(split)}(?:-\d+-of-\d+)?\.(parquet|jsonl|json|csv)")
-    found = [(key, match[1]) for key in keys if (match := pattern.fullmatch(key)) is not None]
+    found = [(key, match[1]) for key in sizes if (match := pattern.fullmatch(key)) is not None]
     if not found:
         raise DataError(
-            f"{spec}: expected {split}.parquet or {split}.jsonl, got {', '.join(keys[:10]) or 'an empty folder'}"
+            f"{spec}: expected {split}.parquet or {split}.jsonl, got {', '.join([*sizes][:10]) or 'an empty folder'}"
         )
     kinds = sorted({(str(PurePosixPath(key).parent), kind) for key, kind in found})
     if len(kinds) > 1:
         raise DataError(f"{spec}: expected one file for the split {split}, got {', '.join(key for key, _ in found)}")
     for key, _ in found:
-        yield f"{spec.rstrip('/')}/{key}", store.get(key)
+        name = f"{spec.rstrip('/')}/{key}"
+        target = outside(Path(name), Path(spec)) if is_local else None
+        if target is not None:
+            raise DataError(f"{name} links to {target}, outside the folder; name that file itself")
+        check_size(name, sizes[key])
+        yield name, read_file(name) if is_local else store.get(key)
 
 
 def _is_dataset_id(spec: str) -> bool:

@@ -11,10 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ratchet.data.files import MAX_COLUMNS, MAX_DEPTH, MAX_ROW_BYTES, MAX_VALUES, check_size
 from ratchet.data.prompt_rows import PromptRow
 from ratchet.errors import DataError
 
 _MESSAGE = pa.struct([("content", pa.string()), ("role", pa.string())])
+_ROWS_OF_A_BATCH = 256
+_UNREADABLE = (pa.ArrowException, OSError)
 _REWARD_MODEL = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
 
 
@@ -62,21 +65,60 @@ def write_verl_parquet(rows: Sequence[PromptRow], path: str) -> None:
 
 
 def parquet_records(body: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (row number from 0, record) of a Parquet file's bytes; DataError where it is none."""
+    """Yields (row number from 0, record) of a Parquet file's bytes; DataError where it is none or over a limit.
+
+    Few bytes can unpack to any number: what the footer says is checked before anything is unpacked, and what comes is
+    counted as it comes.
+    """
     try:
         file = pq.ParquetFile(pa.BufferReader(body))
-    except (pa.ArrowInvalid, OSError) as error:
+        _check_footer(file.metadata, name)
+        schema = pa.schema([pa.field(field.name, _plain_type(field.type)) for field in file.schema_arrow])
+    except (*_UNREADABLE, RecursionError) as error:
         raise DataError(f"{name}: expected a Parquet file ({error})") from error
-    number = 0
-    batches = file.iter_batches()
+    number = unpacked = 0
+    batches = file.iter_batches(_ROWS_OF_A_BATCH)
     while True:
         try:
             batch = next(batches, None)
+            if batch is not None:
+                batch = batch.cast(schema)
+                unpacked += batch.nbytes
+                check_size(name, unpacked, what="unpacked bytes")
+                if batch.nbytes > MAX_ROW_BYTES:
+                    largest = max(batch.slice(row, 1).nbytes for row in range(batch.num_rows))
+                    check_size(f"{name}, after row {number}", largest, MAX_ROW_BYTES, "bytes in a row")
             records = [] if batch is None else batch.to_pylist()
-        except (pa.ArrowInvalid, OSError, ValueError) as error:  # damaged pages, times that Python cannot hold
+        except (*_UNREADABLE, ValueError) as error:  # damaged pages, times that Python cannot hold
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{name}, after row {number}: cannot be read ({error})") from error
         if batch is None:
             return
         for record in records:
             yield number, record
             number += 1
+
+
+def _check_footer(metadata: pq.FileMetaData, name: str) -> None:
+    check_size(name, metadata.num_columns, MAX_COLUMNS, "columns")
+    chunks = [
+        metadata.row_group(group).column(column)
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    ]
+    check_size(name, sum(chunk.num_values for chunk in chunks), MAX_VALUES, "values")
+    check_size(name, sum(chunk.total_uncompressed_size for chunk in chunks), what="unpacked bytes")
+
+
+def _plain_type(type_: pa.DataType, depth: int = 0) -> pa.DataType:
+    """The type without dictionaries, in which a large value counts once however many rows have it."""
+    if depth > MAX_DEPTH:
+        raise pa.ArrowInvalid(f"more than {MAX_DEPTH} lists and structs in each other")
+    if pa.types.is_dictionary(type_):
+        return type_.value_type
+    if pa.types.is_list(type_):
+        return pa.list_(type_.value_field.with_type(_plain_type(type_.value_type, depth + 1)))
+    if pa.types.is_struct(type_):
+        return pa.struct([field.with_type(_plain_type(field.type, depth + 1)) for field in type_])
+    return type_

@@ -9,12 +9,10 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,13 +23,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ratchet.engines.chat_template import rendered
 from ratchet.engines.model_folder import check_model_folder, read_json, weight_files
 from ratchet.engines.model_source import resolve_model_folder, resolve_tokenizer_folder
-from ratchet.errors import DataError, EngineError
+from ratchet.errors import EngineError
 
 __all__ = [
     "WeightLayout",
     "chat_prompt_ids",
+    "chat_prompts_ids",
     "check_model_folder",
     "check_weights",
     "context_length",
@@ -51,8 +51,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_TEMPLATE_DATE = datetime(2024, 7, 26)
-"""Today, as far as chat templates can tell: what Llama's fall back to where they are given no clock."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -153,22 +151,21 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def chat_prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of `messages` ({"role", "content"}) up to where the assistant's completion begins.
+    """Token ids of one conversation; see `chat_prompts_ids`."""
+    return chat_prompts_ids(tokenizer, [messages])[0]
 
-    Special tokens are the template's alone: rendered and tokenised in one go, so that the tokenizer adds no second BOS.
-    A template that asks for the date is told the same one every day: a prompt's ids depend on its messages alone.
+
+def chat_prompts_ids(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping[str, str]]]
+) -> list[list[int]]:
+    """Token ids of each conversation ({"role", "content"}) up to where the assistant's completion begins.
+
+    Special tokens are the template's alone: the tokenizer is told to add no second BOS. A template that asks for the
+    date is told the same one every day: a prompt's ids depend on its messages alone. DataError for messages that the
+    template refuses, and for a template that takes too long or makes too much of them.
     """
-    try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            strftime_now=_TEMPLATE_DATE.strftime,  # a variable, which comes before the global of that name
-        )
-    except TemplateError as error:
-        raise DataError(f"chat template refused the messages {list(messages)!r}: {error}") from error
-    return [int(token_id) for token_id in encoded["input_ids"]]
+    encoded: list[Any] = [tokenizer(text, add_special_tokens=False) for text in rendered(tokenizer, conversations)]
+    return [[int(token_id) for token_id in each["input_ids"]] for each in encoded]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -203,7 +200,10 @@ def end_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
         content = read_json(path) if path.is_file() else {}
         for part in (content, content.get("text_config") or {}):
             ids = part.get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+            listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            if not all(isinstance(token_id, int) for token_id in listed):
+                raise EngineError(f"expected token ids as eos_token_id in {str(path)!r}, got {ids!r:.80}")
+            found |= set(listed)
     tokenizer_eos = (tokenizer or load_tokenizer(folder)).eos_token_id
     if isinstance(tokenizer_eos, int):
         found.add(tokenizer_eos)

@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ratchet.data.files import outside
 from ratchet.errors import EngineError
 
 WEIGHTS = ".safetensors"
@@ -60,7 +61,10 @@ def weight_names(folder: Path, names: Collection[str], *, place: str) -> list[st
     index = folder / _INDEX
     if not index.is_file():
         return sorted(name for name in names if name.endswith(WEIGHTS))
-    weights = sorted(set(read_json(index).get("weight_map", {}).values()))
+    table = read_json(index).get("weight_map", {})
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise EngineError(f"expected the names of files by weight as weight_map of '{place}/{_INDEX}'")
+    weights = sorted(set(table.values()))
     for name in weights:
         if name not in names:
             raise EngineError(f"'{place}/{_INDEX}' names {name!r}, which is no file of the model folder")
@@ -71,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file of a model folder holds; EngineError where it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise EngineError(f"expected a JSON object in {str(path)!r}, got {type(content).__name__}")
@@ -83,9 +87,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _check_links(folder: Path) -> None:
-    allowed = folder.resolve()
-    if allowed.parent.name == "snapshots" and allowed.parent.parent.name.startswith("models--"):
-        allowed = allowed.parent.parent
     for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(allowed):
-            raise EngineError(f"{str(path)!r} links to {str(path.resolve())!r}, outside the model folder")
+        target = outside(path, folder) if path.is_symlink() else None
+        if target is not None:
+            raise EngineError(f"{str(path)!r} links to {str(target)!r}, outside the model folder")

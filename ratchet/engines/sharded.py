@@ -274,7 +274,8 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
                 largest[name] = torch.maximum(largest.get(name, value), value)
         norm = global_norm(parameter.grad for _, parameter in self._parameters if parameter.grad is not None)
         total, most, norm_value = self._gather(sums, largest, norm)
-        if not all(math.isfinite(value) for value in (norm_value, *total.values())):
+        # What is only measured may be anything: it is told where it is shown (`finite_metrics`).
+        if not (math.isfinite(norm_value) and math.isfinite(total["loss"])):
             self._optimizer.zero_grad()
             got = f"loss {total['loss']} and gradient norm {norm_value}"
             place = f"step {batch.step}, epoch {batch.epoch}"

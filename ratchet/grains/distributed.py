@@ -91,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     run = Run(arguments.root, arguments.run_id)
-    config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}")
+    config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}", is_stored=True)
     residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), _UPDATES[arguments.stage]
     try:
         if residents.is_main:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -22,6 +23,7 @@ from ratchet.environment import set_defaults, set_log_level
 from ratchet.errors import RatchetError, StoreUnavailableError
 from ratchet.grains.exits import ExitCode, exit_code
 from ratchet.grains.tasks import RunTask
+from ratchet.redaction import hidden
 from ratchet.store import layout
 from ratchet.store.objects import ObjectStore, open_store
 from ratchet.store.status import State, TaskStatus, write_status
@@ -44,6 +46,7 @@ ADVICE = {
     ExitCode.NUMERICS: "nothing was committed; change the config (a lower learning rate) and start a new run",
     ExitCode.ENGINE: "the message says what the model or the engine lacks; then submit again with the same run id",
     ExitCode.STORED: "put object storage in order, and submit again with the same run id",
+    ExitCode.BUDGET: "make room as the message says, and submit again with the same run id",
     ExitCode.INTERNAL: "the pod's log has the traceback; submitting again with the same run id resumes the run",
     ExitCode.STORAGE: "wait until object storage answers, and submit again with the same run id",
     ExitCode.TERMINATED: "submit again with the same run id to go on",
@@ -95,7 +98,7 @@ class _Reporter:
 
     def say(self, note: str) -> None:
         with self._lock:
-            self.status = replace(self.status, note=note)
+            self.status = replace(self.status, note=hidden(note))
 
     def again(self, attempt: int) -> None:
         self._change(attempt=attempt, note="")
@@ -106,7 +109,7 @@ class _Reporter:
             state=state,
             exit_code=int(code),
             error=type(error).__name__ if error is not None else "",
-            message=str(error) if error is not None else "",
+            message=hidden(str(error)) if error is not None else "",
             advice=ADVICE.get(code, ""),
         )
 
@@ -158,8 +161,8 @@ def _reported(name: str, task: RunTask) -> Iterator[_Reporter]:
             code = exit_code(error)
             reporter.end("failed", code, error)
             if not isinstance(error, RatchetError):
-                traceback.print_exc()
-            logger.error("%s: %s (exit code %d, %s): %s", name, error, code, code.name, ADVICE[code])
+                sys.stderr.write(hidden(traceback.format_exc()))
+            logger.error("%s: %s (exit code %d, %s): %s", name, hidden(str(error)), code, code.name, ADVICE[code])
             raise SystemExit(int(code)) from error
         else:
             reporter.end("succeeded", ExitCode.DONE)

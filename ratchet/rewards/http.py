@@ -4,7 +4,8 @@ Request: `POST {"rows": [{"prompt", "completion", "ground_truth", "data_source",
 `{"rewards": [1.0, ...]}`, one finite number per row, in the rows' order. The trap: a request that fails midway has to
 be tried again as a whole, whether the connection, the status or the body failed, so the tries are counted here and not
 in the HTTP library, which has let go of a response by the time that its body breaks. `timeout` is the time of a whole
-try: a server that sends a byte now and then does not hold a run.
+try: a server that sends a byte now and then does not hold a run, whether of the headers, of a chunk's length or of the
+body. Nothing is unpacked, no redirect is followed, and no more than MAX_RESPONSE_BYTES are read.
 """
 
 import json
@@ -13,9 +14,9 @@ import os
 import random
 import re
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,12 +27,14 @@ from ratchet.config.rewards import RewardModelConfig
 from ratchet.errors import ConfigError, DataError, EngineError
 from ratchet.rewards.data_proto import GradeRow, place_of
 from ratchet.rewards.results import RewardResult, number
+from ratchet.rewards.timed_session import Deadline, TimedSession
 
 logger = logging.getLogger(__name__)
 
 MAX_RESPONSE_BYTES = 64 * 2**20
 _PASSING_STATUSES = frozenset({429, 500, 502, 503, 504})
 _PASSING_ERRORS = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 
 
@@ -41,18 +44,6 @@ class _Passing(Exception):
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
         self.pause = pause
-
-
-class _Authorization(requests.auth.AuthBase):  # type: ignore[misc]
-    """Sets the header, or nothing. Without an `auth`, requests would send what ~/.netrc holds instead."""
-
-    def __init__(self, value: str | None) -> None:
-        self.value = value
-
-    def __call__(self, request: Any) -> Any:
-        if self.value is not None:
-            request.headers["Authorization"] = self.value
-        return request
 
 
 class HttpReward:
@@ -111,34 +102,40 @@ class HttpReward:
 
     def _session(self) -> Any:
         if not hasattr(self._local, "session"):
-            session = requests.Session()
-            session.auth = _Authorization(self._secret)
+            session = TimedSession(self._secret)
             session.headers.update({"Content-Type": "application/json", "Accept-Encoding": "identity"})
             self._local.session = session
         return self._local.session
 
     def _post(self, body: bytes, where: str) -> bytes:
         """The body of a successful response; _Passing where another try may succeed."""
-        deadline = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         try:
-            # A redirected POST would become a GET, and might take the header to another host.
-            response = self._session().post(
-                self._url, data=body, timeout=self._timeout, stream=True, allow_redirects=False
-            )
-            with response:
-                # Of a redirect, requests has taken the body already.
+            with (
+                deadline,
+                # A redirected POST would become a GET, and might take the header to another host.
+                self._session().post(
+                    self._url, data=body, timeout=self._timeout, stream=True, allow_redirects=False
+                ) as response,
+            ):
                 content = b"redirects are not followed" if response.is_redirect else _read(response, deadline, where)
-        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-            reason = f"no answer within {self._timeout:g} s" if _is_timeout(error) else _cause(error)
+        except (requests.RequestException, urllib3.exceptions.HTTPError, HTTPException, OSError) as error:
+            is_late = deadline.is_over or _is_timeout(error)
+            reason = f"no answer within {self._timeout:g} s" if is_late else _cause(error)
             reason = self._without_secret(reason)
             # The library's own errors about a request that it will not send do not pass.
-            if isinstance(error, requests.RequestException) and not isinstance(error, _PASSING_ERRORS):
+            if isinstance(error, requests.RequestException) and not (is_late or isinstance(error, _PASSING_ERRORS)):
                 raise EngineError(f"{where}: {reason}") from error
+            if deadline.is_over and not _is_timeout(error):
+                # What a connection that was shut says of itself.
+                error = TimeoutError(str(error))
             raise _Passing(reason) from error
         if response.status_code == 200:
             return content
-        excerpt = content[:200].decode("utf-8", "replace").strip()
-        message = self._without_secret(f"expected status 200, got {response.status_code} {response.reason}: {excerpt}")
+        said = f"{str(response.reason)[:80]}: {content[:200].decode('utf-8', 'replace').strip()}"
+        # What a server says must not move a terminal's cursor, nor write a line of a log.
+        said = _CONTROL.sub(" ", self._without_secret(said))
+        message = f"expected status 200, got {response.status_code} {said}"
         if response.status_code in _PASSING_STATUSES:
             raise _Passing(message, _retry_after(response.headers.get("Retry-After", "")))
         hint = " (reward_model.auth_env names the variable with the Authorization header)"
@@ -199,19 +196,24 @@ def _request_body(rows: Sequence[GradeRow], where: str) -> bytes:
         raise DataError(f"{where}: cannot be written as JSON ({error})") from error
 
 
-def _read(response: Any, deadline: float, where: str) -> bytes:
-    """The body, up to its limits of size and time."""
+def _read(response: Any, deadline: Deadline, where: str) -> bytes:
+    """The body as it was sent, up to its limits of size and time."""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise DataError(f"{where}: expected an answer that is not compressed, as was asked, got {encoding[:80]!r}")
     content = bytearray()
     while True:
         # read1 returns what has come: `read` would wait for more, each byte anew.
-        chunk = response.raw.read1(65_536, decode_content=True)
+        chunk = response.raw.read1(65_536, decode_content=False)
         if not chunk:
             break
         content += chunk
         if len(content) > MAX_RESPONSE_BYTES:
             raise DataError(f"{where}: the response is longer than {MAX_RESPONSE_BYTES // 2**20} MiB")
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise TimeoutError
+    if deadline.is_over:
+        raise TimeoutError
     return bytes(content)
 
 

@@ -43,11 +43,11 @@ class CheckpointExport(Stage):
         )
 
     def _sequences(self, context: Context) -> list[list[int]]:
-        from ratchet.engines.model import chat_prompt_ids
+        from ratchet.engines.model import chat_prompts_ids
 
         prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
         tokenizer = context.residents.tokenizer()
-        return [chat_prompt_ids(tokenizer, row["prompt"]) for row in prompts.slice(0, _PROOF_PROMPTS).to_pylist()]
+        return chat_prompts_ids(tokenizer, [row["prompt"] for row in prompts.slice(0, _PROOF_PROMPTS).to_pylist()])
 
     def _expected(self, context: Context, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs by the trainer's own forward pass over the committed weights, in float32."""

@@ -40,7 +40,7 @@ class Evaluate(Stage):
         return reward_sources(config)
 
     def compute(self, context: Context) -> Result:
-        from ratchet.engines.model import chat_prompt_ids
+        from ratchet.engines.model import chat_prompts_ids
         from ratchet.engines.sampler import SampleRequest
 
         step, config = context.step, context.config
@@ -48,8 +48,10 @@ class Evaluate(Stage):
         prompts = read_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS).to_pylist()
         tokenizer = context.residents.tokenizer()
         samples = [
-            (prompt, sample_index, chat_prompt_ids(tokenizer, prompt["prompt"]))
-            for prompt in prompts
+            (prompt, sample_index, token_ids)
+            for prompt, token_ids in zip(
+                prompts, chat_prompts_ids(tokenizer, [prompt["prompt"] for prompt in prompts]), strict=True
+            )
             for sample_index in range(config.actor_rollout_ref.rollout.val_kwargs.n)
         ]
         # The seed leaves the step out: every policy version meets the same noise.

@@ -80,4 +80,4 @@ def newest_config(run: Run) -> RunConfig:
     newest = next(run.submissions(), None)
     if newest is None:
         raise NotCommittedError(f"run {run.uri} was claimed, but nothing was submitted to it")
-    return parse_config(newest["config"], source=f"submission {newest['epoch']} of {run.uri}")
+    return parse_config(newest["config"], source=f"submission {newest['epoch']} of {run.uri}", is_stored=True)

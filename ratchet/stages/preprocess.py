@@ -261,9 +261,9 @@ def _overlong(tokenizer: Any, numbered: Numbered, limit: int, key: str | None) -
     """Index and length, in tokens, of the prompts that are longer than `limit`."""
     if key is not None and key in _known_overlong:
         return _known_overlong[key]
-    from ratchet.engines.model import chat_prompt_ids
+    from ratchet.engines.model import chat_prompts_ids
 
-    lengths = (len(chat_prompt_ids(tokenizer, row.prompt)) for _, row in numbered)
+    lengths = map(len, chat_prompts_ids(tokenizer, [row.prompt for _, row in numbered]))
     found = {index: length for index, length in enumerate(lengths) if length > limit}
     if key is not None:
         while len(_known_overlong) >= _MOST_KNOWN:

@@ -97,7 +97,7 @@ class Rollout(Stage):
 
 def sample_groups(context: Context, prompts: pa.Table, positions: list[int], *, is_greedy: bool = False) -> pa.Table:
     """Sample a group for each prompt at `positions`; one greedy completion each with `is_greedy`."""
-    from ratchet.engines.model import chat_prompt_ids
+    from ratchet.engines.model import chat_prompts_ids
     from ratchet.engines.sampler import SampleRequest
 
     step, config = context.step, context.config
@@ -106,7 +106,7 @@ def sample_groups(context: Context, prompts: pa.Table, positions: list[int], *, 
     chosen = prompts.select(["prompt_id", "prompt"]).take(positions)
     prompt_ids: list[str] = chosen["prompt_id"].to_pylist()
     # Once a prompt, not once a completion.
-    token_ids = [chat_prompt_ids(tokenizer, messages) for messages in chosen["prompt"].to_pylist()]
+    token_ids = chat_prompts_ids(tokenizer, chosen["prompt"].to_pylist())
     indices = [GREEDY] if is_greedy else range(config.actor_rollout_ref.rollout.n)
     rows = [(place, index) for place in range(len(prompt_ids)) for index in indices]
     seeds = [sample_seed(config.trainer.seed, step, prompt_ids[place], index) for place, index in rows]

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from ratchet.config import RunConfig
 from ratchet.errors import StoreError, StoreUnavailableError
 from ratchet.grains.checks.finding import Finding, PipelineFacts
+from ratchet.redaction import by_looks
 from ratchet.store.local import LocalStore
 from ratchet.store.objects import ObjectStore
 
@@ -106,10 +107,12 @@ def tracking_findings(config: RunConfig, facts: PipelineFacts, settings: dict[st
         )
     elif urlsplit(uri).scheme not in ("http", "https"):
         level, place = ("warning", "the pod, and is lost with it") if facts.on_cluster else ("ok", "this machine")
-        yield Finding("tracking", level, f"{TRACKING} is {uri or 'not set'}: MLflow's data stay on {place}")  # type: ignore[arg-type]
+        yield Finding("tracking", level, f"{TRACKING} is {by_looks(uri) or 'not set'}: MLflow's data stay on {place}")  # type: ignore[arg-type]
     elif is_outside:
         yield Finding(
-            "tracking", "unknown", f"{uri} is the pods' MLflow server; whether it answers shows from there only"
+            "tracking",
+            "unknown",
+            f"{by_looks(uri)} is the pods' MLflow server; whether it answers shows from there only",
         )
     else:
         yield _ask(uri)

@@ -221,9 +221,9 @@ def _longest(found: Sources, config: RunConfig, rows: Sequence[PromptRow]) -> in
     limits = data.max_prompt_length + data.max_response_length
     if config.actor_rollout_ref.rollout.name != "hf" or found.context is None or limits <= found.context:
         return None
-    from ratchet.engines.model import chat_prompt_ids
+    from ratchet.engines.model import chat_prompts_ids
 
-    return max(len(chat_prompt_ids(found.tokenizer, row.prompt)) for row in rows)
+    return max(map(len, chat_prompts_ids(found.tokenizer, [row.prompt for row in rows])))
 
 
 def _row(values: dict[str, Any], run: Run) -> PromptRow:

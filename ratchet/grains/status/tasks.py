@@ -35,6 +35,7 @@ MEANINGS = {
     ExitCode.NUMERICS: "a number is not finite",
     ExitCode.ENGINE: "a model cannot be loaded, sampled or trained",
     ExitCode.STORED: "object storage refuses, or holds something damaged",
+    ExitCode.BUDGET: "the run's storage budget is used up",
     ExitCode.INTERNAL: "an error that nobody foresaw",
     ExitCode.STORAGE: "object storage did not answer",
     ExitCode.TERMINATED: "somebody ended the pod",

@@ -14,6 +14,7 @@ import pytest
 import tenacity
 
 from ratchet.errors import (
+    BudgetError,
     ConfigError,
     DataError,
     EngineError,
@@ -21,6 +22,7 @@ from ratchet.errors import (
     NumericsError,
     OwnershipLostError,
     RatchetError,
+    RetiredError,
     StoreError,
     StoreUnavailableError,
 )
@@ -80,6 +82,8 @@ def test_work_that_succeeds_returns_and_says_so(tmp_path: Path) -> None:
         (NumericsError("loss is nan"), ExitCode.NUMERICS),
         (EngineError("no weights"), ExitCode.ENGINE),
         (StoreError("damaged"), ExitCode.STORED),
+        (BudgetError("10 GiB of 9"), ExitCode.BUDGET),
+        (RetiredError("policy of step 2 was deleted on purpose"), ExitCode.STORED),
         (RuntimeError("CUDA out of memory"), ExitCode.INTERNAL),
     ],
 )

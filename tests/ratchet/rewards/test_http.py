@@ -1,5 +1,6 @@
 """Rewards over HTTP, against a real server that answers, fails, hangs and lies."""
 
+import gzip
 import json
 import threading
 import time
@@ -217,23 +218,61 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout(server: Server) -> No
     release.set()
 
 
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b" ", id="body"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nX-Wait: ", b"a", id="header"),
+        pytest.param(b"", b"HTTP/1.1 100 Continue\r\n\r\n", id="continue"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0", id="length of a chunk"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", id="chunks"),
+        pytest.param(b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 100\r\n\r\n", b" ", id="redirect"),
+        pytest.param(b"HTTP/1.1 500 Oh\r\nContent-Length: 100\r\n\r\n", b" ", id="failure"),
+    ],
+)
 def test_a_server_that_sends_a_byte_now_and_then_is_given_up_after_the_timeout(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, start: bytes, drop: bytes
 ) -> None:
     def trickle(self: _Handler) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Length", "100")
-        self.end_headers()
-        for _ in range(100):
-            self.wfile.write(b" ")
+        self.wfile.write(start)
+        for _ in range(40):
+            self.wfile.write(drop)
             time.sleep(0.05)
 
     monkeypatch.setattr(_Handler, "do_POST", trickle)
     started = time.perf_counter()
-    with pytest.raises(EngineError, match=r"no answer within 0\.3 s"):
+    # A redirect is told from its headers; of its body nothing is read.
+    reason = "redirects are not followed" if b" 302 " in start else r"no answer within 0\.3 s"
+    with pytest.raises(EngineError, match=reason):
         _score(server, _rows("a"), timeout=0.3, retries=0)
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 1.5
+
+
+@pytest.mark.parametrize(
+    "place", ["file:///etc/passwd", "http://169.254.169.254/latest/meta-data/", "http://127.0.0.1:1/", "//[::1", "\x00"]
+)
+def test_no_place_that_an_answer_points_to_is_visited(server: Server, place: str) -> None:
+    server.answer = lambda body: (307, {"Location": place}, b" " * 2**20)
+    with pytest.raises(EngineError, match=r"got 307 .*redirects are not followed"):
+        _score(server, _rows("a"), retries=0)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, gzip", "zstd"])
+def test_an_answer_is_never_unpacked(server: Server, encoding: str) -> None:
+    content = gzip.compress(json.dumps({"rewards": [1.0]}).encode())
+    server.answer = lambda body: (200, {"Content-Encoding": encoding}, content)
+    with pytest.raises(DataError, match=f"is not compressed, as was asked, got '{encoding}'"):
+        _score(server, _rows("a"))
+    assert server.headers[0]["Accept-Encoding"] == "identity"
+
+
+def test_what_a_server_says_writes_no_line_of_a_log(server: Server) -> None:
+    server.answer = lambda body: (400, {}, b"\x1b[2J\r\nINFO all is well\x07")
+    with pytest.raises(EngineError, match="all is well") as caught:
+        _score(server, _rows("a"))
+    assert str(caught.value).isprintable()
 
 
 def test_a_server_that_is_not_there_is_named(server: Server) -> None:
@@ -260,6 +299,9 @@ def test_a_request_that_cannot_be_sent_is_told_at_once(server: Server) -> None:
         (b'{"rewards": [1.0, "2"]}', "rollout 1: .*expected a number as reward, got str '2'"),
         (b'{"rewards": [1.0, null]}', "rollout 1: .*expected a number as reward, got NoneType"),
         (b'{"rewards": [1.0, true]}', "rollout 1: expected a number .*got true"),
+        (b'{"rewards": [1.0, [2.0]]}', "rollout 1: .*expected a number as reward, got list"),
+        (b'{"rewards": [1.0, ' + b"[" * 100_000, "expected JSON with the key rewards, got"),
+        (b'{"rewards": [1.0, ' + b"9" * 10**6 + b"]}", "expected JSON with the key rewards, got"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_an_error_and_not_a_zero(server: Server, content: bytes, message: str) -> None:
