@@ -9,6 +9,9 @@ BASE_IMAGE ?=
 BUILD_FLAGS ?=
 DATA ?=
 PYTEST_ARGS ?=
+# Results of fault injection, case by case.
+CHAOS ?= runs/chaos
+CHAOS_ARGS ?=
 # The tests of a file stay together: they share servers and models.
 PARALLEL ?= --numprocesses 2 --dist loadfile
 
@@ -29,7 +32,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e compile component-docs config-reference images images-lock manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e chaos compile component-docs config-reference images images-lock manifests lock clean
 
 ##@ Start here
 
@@ -75,6 +78,10 @@ test-slow: $(PROJECT) $(VLLM) ## servers, model conversion, vLLM, whole pipeline
 e2e: export HF_HUB_OFFLINE = 1
 e2e: $(PROJECT) ## on a live server: KF_PIPELINES_ENDPOINT=http://... RATCHET_IMAGE=... RATCHET_ROOT=s3://... (tests/e2e/README.md)
 	$(BIN)/python -m pytest tests/e2e -v --log-cli-level=INFO --durations=0 -W default $(PYTEST_ARGS)
+
+# WITHIN=seconds begins no case later; the same command goes on with what is left. CHAOS_ARGS="--kind process --sample 50"
+chaos: $(PROJECT) ## inject every fault at every boundary, and write the table of docs/faults.md; WITHIN=seconds
+	$(BIN)/python -m tests.chaos --out $(CHAOS) --write docs/faults.md $(if $(WITHIN),--within $(WITHIN)) $(CHAOS_ARGS)
 
 manifests: $(PROJECT) $(KUBECTL) ## check every kustomization and image definition
 	$(BIN)/python -m pytest tests/manifests tests/images $(PYTEST_ARGS)

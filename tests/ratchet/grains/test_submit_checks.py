@@ -128,6 +128,6 @@ def test_another_reward_model_than_that_of_step_1_is_noticed_where_it_is_loaded(
     graded = SimpleNamespace(content=SimpleNamespace(inputs={"reward_model": "0" * 64}))
     monkeypatch.setattr(Run, "manifest", lambda run, stage, step: graded if (stage, step) == ("reward", 1) else None)
     with pytest.raises(ConfigError, match="whose files are not those of the reward model"):
-        Session(run, config, None, None).run(Reward(), 2)  # type: ignore[arg-type]
+        Session(run, config, None, SimpleNamespace(proven_states=set())).run(Reward(), 2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="whose files are not those of the reward model"):
         submit(str(tmp_path / "runs"), "run", config, is_checked=True)
