@@ -147,7 +147,7 @@ def _draw(arguments: argparse.Namespace) -> None:
 
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none"}
     found = read(arguments.out)
-    figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(found), figsize=(max(8, 5 * len(found)), 4), squeeze=False)
     for axes, (task, seeds) in zip(panels[0], found.items(), strict=True):
         for index, numbers in enumerate(seeds):
             draw_curve(axes, numbers, index, f"seed {numbers['seed']}")
