@@ -152,11 +152,11 @@ class VLLMSampler:
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]) -> list[Any]:
         """vLLM's outputs for `prompts`, each with its own `params`, in their order."""
-        from vllm import SamplingParams as EngineParams
-        from vllm import TokensPrompt
-
         with self._stream.current():
             self._wake()
+            from vllm import SamplingParams as EngineParams
+            from vllm import TokensPrompt
+
             outputs: list[Any] = self._llm.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
                 [EngineParams(**each, detokenize=False) for each in params],

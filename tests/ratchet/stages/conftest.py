@@ -18,12 +18,12 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The prompts that are tokenised from here on, by a process that remembers nothing of the tests before."""
     from ratchet.engines import model
 
-    original, seen = model.chat_prompt_ids, []
+    original, seen = model.chat_prompts_ids, []
 
-    def note(tokenizer: Any, messages: Any) -> list[int]:
-        seen.append(messages)
-        return original(tokenizer, messages)
+    def note(tokenizer: Any, conversations: Any) -> list[list[int]]:
+        seen.extend(conversations)
+        return original(tokenizer, conversations)
 
-    monkeypatch.setattr(model, "chat_prompt_ids", note)
+    monkeypatch.setattr(model, "chat_prompts_ids", note)
     monkeypatch.setattr(preprocess, "_known_overlong", {})
     return seen
