@@ -1,0 +1,12 @@
+"""Test files that fork are run by `test_alone.py`, each in a process of its own.
+
+A fork of a process in which other tests have left threads behind (torch's, pyarrow's) is not safe: it may crash.
+"""
+
+import os
+
+ALONE = "RATCHET_CHAOS_ALONE"
+"""The variable that is set in such a process."""
+FORKING = ("test_mlflow.py", "test_process.py", "test_resume_matrix.py", "test_rivals.py")
+
+collect_ignore = [] if os.environ.get(ALONE) else list(FORKING)
