@@ -5,11 +5,10 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -35,11 +34,12 @@ def train(
     """Train here, in this process. The same run id again resumes the run."""
     from ratchet.config import load_config
     from ratchet.grains import loop
+    from ratchet.grains.exits import at_sigterm
     from ratchet.grains.session import open_session, place_of, submit
 
     gpus = [] if num_gpus is None else [f"trainer.num_gpus={num_gpus}"]
     parsed = load_config(config, [*(overrides or []), *gpus])
-    with _sigterm_as_ctrl_c(), _progress(parsed) as (listener, echo):
+    with at_sigterm(_terminated), _progress(parsed) as (listener, echo):
         run = submit(*place_of(parsed, root, run_id), parsed)
         with open_session(run, parsed, listener, echo=echo) as session:
             loop.train(session)
@@ -150,21 +150,9 @@ def show(
         typer.echo(line)
 
 
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end the block by an exception, so that commits under way are given their time (`Session.behind`)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _terminated() -> NoReturn:
+    """End as at Ctrl-C, by an exception: commits under way are given their time (`Session.behind`)."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextmanager

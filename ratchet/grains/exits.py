@@ -3,7 +3,12 @@
 KFP shows the launcher's own code only, so that the pod's log and its status file carry these, too.
 """
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from typing import NoReturn
 
 from ratchet.errors import (
     BudgetError,
@@ -57,3 +62,16 @@ def exit_code(error: BaseException) -> ExitCode:
         (StoreError, ExitCode.STORED),
     ]
     return next((code for kind, code in kinds if isinstance(error, kind)), ExitCode.INTERNAL)
+
+
+@contextmanager
+def at_sigterm(end: Callable[[], NoReturn]) -> Iterator[None]:
+    """Let SIGTERM end the block by what `end` raises. Off the main thread, which alone hears of it, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: end())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,6 @@ is done again; the handler only says that the pod was ended.
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -15,13 +14,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from ratchet.environment import set_defaults, set_log_level
 from ratchet.errors import RatchetError, StoreUnavailableError
-from ratchet.grains.exits import ExitCode, exit_code
+from ratchet.grains.exits import ExitCode, at_sigterm, exit_code
 from ratchet.grains.tasks import RunTask
 from ratchet.redaction import hidden
 from ratchet.store import layout
@@ -145,7 +145,7 @@ def _reported(name: str, task: RunTask) -> Iterator[_Reporter]:
         updated=now,
     )
     reporter = _Reporter(_store(task), status)
-    with _ended_by_signal(reporter):
+    with at_sigterm(partial(_end_by_signal, reporter)):
         _current.append(reporter)
         reporter.start()
         try:
@@ -170,25 +170,13 @@ def _reported(name: str, task: RunTask) -> Iterator[_Reporter]:
             _current.remove(reporter)
 
 
-@contextmanager
-def _ended_by_signal(reporter: _Reporter) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        reporter.is_terminated = True
-        # In a thread of its own: this one may have been interrupted inside the client that the put needs.
-        last = threading.Thread(target=reporter.end, args=("terminated", ExitCode.TERMINATED), daemon=True)
-        last.start()
-        last.join(0.5)
-        raise SystemExit(int(ExitCode.TERMINATED))
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _end_by_signal(reporter: _Reporter) -> NoReturn:
+    reporter.is_terminated = True
+    # In a thread of its own: this one may have been interrupted inside the client that the put needs.
+    last = threading.Thread(target=reporter.end, args=("terminated", ExitCode.TERMINATED), daemon=True)
+    last.start()
+    last.join(0.5)
+    raise SystemExit(int(ExitCode.TERMINATED))
 
 
 def _say(state: RetryCallState, reporter: _Reporter) -> None:

@@ -1,11 +1,11 @@
 """What one process keeps of its run in storage: old versions and states retired after each commit, the budget held.
 
 Trap: inside a segment this is the writer's work, behind everything that was computed before. What it may decide on is
-what is committed, and that it learns from the manifests which it is handed.
+what is committed, and that it learns from the manifests which it is handed. The main thread takes part only while no
+writer is at work, but for a glance at the sum (`is_over`).
 """
 
 import logging
-import threading
 
 from ratchet.config import RunConfig
 from ratchet.errors import BudgetError, OwnershipLostError, StoreError, StoreUnavailableError
@@ -45,26 +45,23 @@ class Storage:
         self._proven = proven
         self._found: Survey | None = None
         self._noted: tuple[str, int | None] | None = None
-        self._lock = threading.Lock()
 
     def committed(self, manifest: Manifest) -> None:
         """Take note of a commit; after one of an update, retire what is due.
 
         After an evaluation or an export, too: whoever made the last update may have ended before it was done with this.
         """
-        with self._lock:
-            place = manifest.stage, manifest.step
-            # Where storage does not answer, the same commit is told of again.
-            if self._found is not None and place != self._noted:
-                self._found.add(manifest)
-            self._noted = place
-            if manifest.stage in (*WEIGHTS, *NAMING) and manifest.step:
-                self._retire()
+        place = manifest.stage, manifest.step
+        # Where storage does not answer, the same commit is told of again.
+        if self._found is not None and place != self._noted:
+            self._found.add(manifest)
+        self._noted = place
+        if manifest.stage in (*WEIGHTS, *NAMING) and manifest.step:
+            self._retire()
 
     def forget(self) -> None:
         """Look at the run anew when it is next asked for."""
-        with self._lock:
-            self._found = None
+        self._found = None
 
     def is_over(self) -> bool:
         """Whether more is committed than may be, as far as this process knows without asking."""
@@ -77,20 +74,22 @@ class Storage:
         """
         if self._limit is None:
             return
-        with self._lock:
-            if self._found is None or self.is_over():
-                self._found = survey(self._run, with_weights=self._rules.versions is not None)
-            if self.is_over():
-                self._retire()
-            if self.is_over():
-                raise BudgetError(self._over_budget())
+        if self._found is None or self.is_over():
+            self._look()
+        if self.is_over():
+            self._retire()
+        if self.is_over():
+            raise BudgetError(self._over_budget())
+
+    def _look(self) -> Survey:
+        self._found = survey(self._run, with_weights=self._rules.versions is not None)
+        return self._found
 
     def _retire(self) -> None:
         """Retire what is due; what cannot be read of an old step ends no run."""
         try:
-            if self._found is None:
-                self._found = survey(self._run, with_weights=self._rules.versions is not None)
-            retention.retire(self._run, self._found, self._rules, proven=self._proven)
+            found = self._look() if self._found is None else self._found
+            retention.retire(self._run, found, self._rules, proven=self._proven)
         except (StoreUnavailableError, OwnershipLostError):
             raise
         except StoreError as error:

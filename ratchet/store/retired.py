@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import RetiredError, StoreError
 from ratchet.store import layout
-from ratchet.store.manifest import Artifact, canonical_json
+from ratchet.store.manifest import Artifact, Manifest, canonical_json
 from ratchet.store.objects import ObjectNotFoundError, ObjectStore
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE
 
@@ -87,6 +87,12 @@ class Retired:
         day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.time))
         by = f"under claim {self.epoch}" if self.epoch else "by ratchet gc"
         return f"{self.role} of {self.stage} of step {self.step} was deleted on purpose ({self.reason}; {day}, {by})"
+
+
+def by_role(manifest: Manifest) -> dict[str, Artifact]:
+    """Return everything that a stage has written, its trainer's state among it."""
+    state = manifest.provenance.trainer_state
+    return manifest.provenance.artifacts | ({} if state is None else {TRAINER_STATE: state})
 
 
 def describe(stage: str, step: int, role: str, artifact: Artifact, *, reason: str, epoch: int) -> Retired:

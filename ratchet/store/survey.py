@@ -11,7 +11,7 @@ from typing import Literal
 
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, Manifest
-from ratchet.store.retired import TRAINER_STATE, WEIGHTS
+from ratchet.store.retired import TRAINER_STATE, WEIGHTS, by_role
 from ratchet.store.run import Run
 
 NAMING = ("evaluate", "checkpoint_export")
@@ -70,7 +70,7 @@ class Survey:
 
     def add(self, manifest: Manifest) -> None:
         """Take note of a manifest that was committed since."""
-        for role, artifact in _artifacts(manifest):
+        for role, artifact in by_role(manifest).items():
             self.bytes += stored_bytes(artifact)
             if manifest.step is not None and role in _roles(manifest.stage):
                 item = Item(stage=manifest.stage, step=manifest.step, role=role, artifact=artifact, condition="here")
@@ -117,7 +117,7 @@ def stored_bytes(artifact: Artifact) -> int:
 def _items(manifest: Manifest, records: set[tuple[str, str]], objects: Mapping[str, int]) -> Iterator[Item]:
     assert manifest.step is not None
     place = layout.stage_folder(manifest.stage, manifest.step)
-    for role, artifact in _artifacts(manifest):
+    for role, artifact in by_role(manifest).items():
         if role not in _roles(manifest.stage):
             continue
         folder, entries = artifact.stored
@@ -126,12 +126,6 @@ def _items(manifest: Manifest, records: set[tuple[str, str]], objects: Mapping[s
         if (place, role) in records:
             condition = "leaving" if any(size is not None for size in sizes) else "gone"
         yield Item(stage=manifest.stage, step=manifest.step, role=role, artifact=artifact, condition=condition)
-
-
-def _artifacts(manifest: Manifest) -> Iterator[tuple[str, Artifact]]:
-    yield from manifest.provenance.artifacts.items()
-    if manifest.provenance.trainer_state is not None:
-        yield TRAINER_STATE, manifest.provenance.trainer_state
 
 
 def _roles(stage: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """How much of a run is what: policies, trainer states, tables, what dead attempts left."""
 
 from ratchet.store.chain import Chain
-from ratchet.store.retired import TRAINER_STATE
+from ratchet.store.retired import TRAINER_STATE, by_role
 
 KINDS = {"policy": "policies", "critic": "critics", "export": "exports", TRAINER_STATE: "trainer states"}
 """Role -> kind; every other role is that of a table."""
@@ -11,9 +11,7 @@ def usage(chain: Chain) -> dict[str, int]:
     """Return kind -> bytes, the largest first; together they are everything below the run."""
     kind_of: dict[str, str] = {}
     for place, manifest in chain.manifests.items():
-        state = manifest.provenance.trainer_state
-        written = manifest.provenance.artifacts | ({} if state is None else {TRAINER_STATE: state})
-        for role, artifact in written.items():
+        for role, artifact in by_role(manifest).items():
             kind = "being deleted" if (place, role) in chain.retired else KINDS.get(role, "tables")
             folder, entries = artifact.stored
             kind_of |= {f"{folder}/{entry.path}": kind for entry in entries}

@@ -15,7 +15,7 @@ from ratchet.store.chain import Chain, Fault, Leftover, StoredFile, manifest_key
 from ratchet.store.decision import Decision
 from ratchet.store.manifest import Artifact, Manifest, digest_of
 from ratchet.store.objects import ObjectInfo, open_store
-from ratchet.store.retired import TRAINER_STATE, WEIGHTS
+from ratchet.store.retired import TRAINER_STATE, WEIGHTS, by_role
 from ratchet.store.retired_faults import retired_faults
 from ratchet.store.run import POLICY_UPDATE, Run
 
@@ -165,9 +165,7 @@ def _check_files(chain: Chain, place: str, manifest: Manifest) -> set[str]:
     What a record says is retired need not be there; what is left of it is no fault either.
     """
     named: set[str] = set()
-    state = manifest.provenance.trainer_state
-    written = manifest.provenance.artifacts | ({} if state is None else {TRAINER_STATE: state})
-    for role, artifact in written.items():
+    for role, artifact in by_role(manifest).items():
         files = list(_stored(place, role, artifact, manifest))
         named |= {file.key for file in files}
         sizes = [chain.size(file.key) for file in files]

@@ -4,9 +4,21 @@ A fork of a process in which other tests have left threads behind (torch's, pyar
 """
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.bench import Workbench
 
 ALONE = "RATCHET_CHAOS_ALONE"
 """The variable that is set in such a process."""
 FORKING = ("test_mlflow.py", "test_process.py", "test_resume_matrix.py", "test_rivals.py")
 
 collect_ignore = [] if os.environ.get(ALONE) else list(FORKING)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
+    made = Workbench(tmp_path_factory.mktemp("bench"))
+    yield made
+    made.close()

@@ -6,7 +6,6 @@ And the harness itself: it must find what it looks for.
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from tests.chaos.holds import Broken, check_chain, committed
 SAMPLE = 10
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
-    made = Workbench(tmp_path_factory.mktemp("bench"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A sample of runs that go on otherwise than they were begun; `make chaos` runs the whole matrix."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.chaos import resume_faults
@@ -20,13 +18,6 @@ KINDS = (
 """Those that take a second or two; another number of processes takes half a minute."""
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
-    made = Workbench(tmp_path_factory.mktemp("bench"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

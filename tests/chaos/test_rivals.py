@@ -1,7 +1,5 @@
 """A sample of several processes at work on one run, the same at every run; `make chaos` runs the whole matrix."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.chaos import rival_faults
@@ -17,13 +15,6 @@ SAMPLE = (
 BEFORE_THE_CLAIM = ("run.json", "code/", "owner/")
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
-    made = Workbench(tmp_path_factory.mktemp("bench"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
