@@ -68,7 +68,7 @@ imports: $(PROJECT) ## import-linter: who may import whom
 
 # Two processes with a thread each use both cores; two threads in each would wait for one another.
 test-fast test-slow: export HF_HUB_OFFLINE = 1
-test-fast: export OMP_NUM_THREADS ?= 1
+test-fast test-slow: export OMP_NUM_THREADS ?= 1
 test-fast: $(PROJECT) $(KUBECTL) ## the tests that take seconds
 	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(SLOW) or gpu)" $(PYTEST_ARGS)
 

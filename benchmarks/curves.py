@@ -66,18 +66,24 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def curve(run: Run) -> dict[str, Any]:
-    """Return the run's curves: the reward and seconds of each step, and the held-out accuracy with its interval."""
+    """Return the run's curves: the reward and seconds of each step, and the held-out accuracy with its interval.
+
+    `elapsed` counts from where the first update began: of steps that overlap, it is less than their seconds together.
+    """
     steps, held_out = [], []
+    began: float | None = None
     for step in run.steps():
         reward, update = run.manifest("reward", step), run.manifest("policy_update", step)
         if reward and update and step:
             metrics = {**reward.provenance.metrics, **update.provenance.metrics}
             names = {"reward": "critic/score/mean", "seconds": "timing_s/step", "tokens": "perf/total_num_tokens"}
-            steps.append({"step": step} | {short: round(metrics[name], 4) for short, name in names.items()})
+            began = update.provenance.started if began is None else began
+            found = {short: round(metrics[name], 4) for short, name in names.items()}
+            steps.append({"step": step, **found, "elapsed": round(update.provenance.ended - began, 2)})
         evaluation = run.manifest("evaluate", step)
         if evaluation:
             metrics = evaluation.provenance.metrics
-            found: dict[str, float] = {"step": step}
+            found = {"step": step}
             for name, value in metrics.items():
                 short = next((s for s in ("ci95_low", "ci95_high") if s in name), None)
                 if short or name.startswith("val-core/"):

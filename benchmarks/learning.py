@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.curves import CONFIGS, curve, draw_curve
+from benchmarks.curves import CONFIGS, WINDOW, curve, draw_curve
 from ratchet.config import load_config
 from ratchet.environment import set_defaults
 from ratchet.grains import loop
@@ -22,6 +22,7 @@ from ratchet.store.run import Run
 
 TASKS = {"word_problems": "generated problems of one sum", "gsm8k": "GSM8K"}
 """configs/<task>.yaml -> title."""
+MILESTONE = 0.5
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 
 
@@ -78,6 +79,7 @@ def _run(arguments: argparse.Namespace) -> None:
         device = session.residents.torch_device()
     numbers = {
         "task": arguments.task,
+        "variant": arguments.suffix.strip("-"),
         "seed": arguments.seed,
         "model": Path(arguments.model).name,
         "device": device,
@@ -104,24 +106,38 @@ def cost(run: Run) -> dict[str, float]:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Task -> the numbers of its seeds; tasks without numbers are left out."""
-    found = {
-        task: [
-            json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"learning-{task}-seed*.json"))
-        ]
-        for task in TASKS
-    }
-    return {task: seeds for task, seeds in found.items() if seeds}
+    """Title -> the numbers of its seeds, by task and by variant (another set of overrides)."""
+    paths = sorted(folder.glob("learning-*-seed*.json"))
+    numbers = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    numbers.sort(key=lambda one: (list(TASKS).index(one["task"]), one.get("variant", ""), one["seed"]))
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in numbers:
+        variant = f", {one['variant']}" if one.get("variant") else ""
+        found.setdefault(f"{TASKS[one['task']]}{variant}", []).append(one)
+    return found
+
+
+def halfway(numbers: dict[str, Any]) -> tuple[float, float] | None:
+    """Trained tokens, and seconds since the first step began, when the mean reward of WINDOW steps reaches MILESTONE.
+
+    None where it never does.
+    """
+    steps = numbers["steps"]
+    for end in range(WINDOW, len(steps) + 1):
+        if sum(step["reward"] for step in steps[end - WINDOW : end]) / WINDOW >= MILESTONE:
+            seconds = steps[end - 1].get("elapsed") or sum(step["seconds"] for step in steps[:end])
+            return sum(step["tokens"] for step in steps[:end]), seconds
+    return None
 
 
 def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
     """A table with one row a seed."""
     lines = [
         "| task, seed | steps | reward, first and last 10 steps | held-out accuracy (95% interval): before, after | "
-        "GPU-hours | million tokens | GiB kept |",
-        "|---|---|---|---|---|---|---|",
+        f"to a mean reward of {MILESTONE} | GPU-hours | million tokens | GiB kept |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for task, seeds in found.items():
+    for title, seeds in found.items():
         for numbers in seeds:
             rewards = [step["reward"] for step in numbers["steps"]]
             ends = [sum(part) / len(part) for part in (rewards[:10], rewards[-10:])]
@@ -129,10 +145,11 @@ def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
                 f"{one['accuracy']:.3f} ({one['ci95_low']:.3f} to {one['ci95_high']:.3f})"
                 for one in (numbers["held_out"][0], numbers["held_out"][-1])
             )
-            spent = numbers["cost"]
+            spent, way = numbers["cost"], halfway(numbers)
+            reached = "-" if way is None else f"{way[0] / 1e6:.2f} million tokens, {way[1]:.0f} s"
             lines.append(
-                f"| {TASKS[task]}, {numbers['seed']} | {len(rewards)} | {ends[0]:.2f}, {ends[1]:.2f} "
-                f"| {before}, {after} "
+                f"| {title}, {numbers['seed']} | {len(rewards)} | {ends[0]:.2f}, {ends[1]:.2f} "
+                f"| {before}, {after} | {reached} "
                 f"| {spent['gpu_seconds'] / 3600:.2f} | {spent['tokens'] / 1e6:.1f} "
                 f"| {spent['durable_bytes'] / 2**30:.1f} |"
             )
@@ -148,10 +165,10 @@ def _draw(arguments: argparse.Namespace) -> None:
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none"}
     found = read(arguments.out)
     figure, panels = pyplot.subplots(1, len(found), figsize=(max(8, 5 * len(found)), 4), squeeze=False)
-    for axes, (task, seeds) in zip(panels[0], found.items(), strict=True):
+    for axes, (title, seeds) in zip(panels[0], found.items(), strict=True):
         for index, numbers in enumerate(seeds):
             draw_curve(axes, numbers, index, f"seed {numbers['seed']}")
-        axes.set(title=TASKS[task], xlabel="step")
+        axes.set(title=title, xlabel="step")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.tight_layout(rect=(0, 0.16, 1, 1))

@@ -67,6 +67,7 @@ def main() -> None:
     table.add_argument("--warmup", type=int, default=3, help="first steps that do not count")
     table.add_argument("--json", type=Path, help="write the numbers of the table")
     table.add_argument("--write", type=Path, help="put the tables between the markers of this page")
+    table.add_argument("--block", default="steps", help="the name in those markers")
     table.add_argument("--chart", type=Path, help="draw them (.svg)")
     table.set_defaults(action=_table)
     arguments = parser.parse_args()
@@ -219,7 +220,8 @@ def _table(arguments: argparse.Namespace) -> None:
     if arguments.json:
         tables.write_json(arguments.json, rows)
     if arguments.write:
-        tables.write_between_markers(arguments.write, text)
+        begin, end = (f"<!-- {arguments.block}: {place} -->" for place in ("begin", "end"))
+        tables.write_between_markers(arguments.write, text, begin, end)
     if arguments.chart:
         tables.draw(rows, arguments.chart)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.jobs import SYSTEMS, Job
 
-BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
 GIB = 2**30
 LEAK_FROM = 5
 """The step whose memory the last one's is compared with."""
@@ -239,7 +238,7 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def write_between_markers(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+def write_between_markers(page: Path, text: str, begin: str, end: str) -> None:
     """Replace what stands between the markers of a page."""
     before, found_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found_end, after = rest.partition(end)

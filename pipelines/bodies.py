@@ -9,7 +9,7 @@ a loop by the loop's item, and finds what a condition reads only under the name 
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kfp import dsl
 
@@ -68,29 +68,28 @@ def train_in_steps(run: Values, settings: Values) -> None:
         _finish(run, claimed, after=trained)
 
 
-def train_in_stages(run: Values, settings: Values, *, has_critic: bool) -> None:
-    """Add the tasks of a run whose pods each run one stage; without a critic, preflight refuses a config that has one.
+def train_in_stages(run: Values, settings: Values, *, step: Literal["grpo", "ppo", "offline"]) -> None:
+    """Add the tasks of a run whose pods each run one stage of a step of that kind; but for ppo, preflight refuses a
+    config that has a critic.
 
     The base is evaluated before anything is trained: a run's last task must be the one that ends it.
     """
-    claimed = _preflight(run, settings, grain="stage", has_critic=has_critic)
+    claimed = _preflight(run, settings, grain="stage", has_critic=step == "ppo")
     with dsl.If(claimed.outputs["Output"] == "train", name="work"):
         prepared = _preprocess(run)
         base = _uncached(_evaluation(**run, submission_id=JOB, version="base", **_where(claimed))).after(prepared)
         base.set_display_name("evaluate base")
         steps = _plan(run, after=base)
-        one_step = _ppo_step if has_critic else _grpo_step
+        one_step, placed = _STEPS[step]
         with dsl.ParallelFor(steps.output, parallelism=1, name="steps") as item:
-            trained = _uncached(
-                one_step(**run, submission_id=JOB, **_given(item, "start", "rollout", "scores", "policy_update"))
-            )
+            trained = _uncached(one_step(**run, submission_id=JOB, **_given(item, "start", *placed)))
         _finish(run, claimed, after=trained)
 
 
 def _preflight(run: Values, settings: Values, *, grain: str, has_critic: bool) -> dsl.PipelineTask:
     task = preflight(
         **run,
-        **{"from_champion": False, **settings},
+        **{"from_champion": False, "champion": "", "min_accuracy": 0.0, **settings},
         submission_id=JOB,
         grain=grain,
         has_critic=has_critic,
@@ -191,6 +190,13 @@ def _ppo_body(given: Values) -> None:
     place(policy_update(**at), given, "policy_update", hours=24).after(learned)
 
 
+def _offline_body(given: Values) -> None:
+    """Run one step on examples, a pod for each stage."""
+    at = {**_base(given), "step": given["start"]}
+    scored = place(scores(**at), given, "scores", hours=24)
+    place(policy_update(**at), given, "policy_update", hours=24).after(scored)
+
+
 def _evaluation_body(given: Values) -> None:
     """Evaluate one policy version."""
     place(evaluate(**_base(given), version=given["version"]), given, "evaluate", hours=24)
@@ -203,10 +209,14 @@ def _ending_body(given: Values) -> None:
     _light(promote(**_base(given)), hours=1).after(exported)
 
 
-_STEP = {**_RUN, "start": int, **_placed("rollout", "scores", "policy_update")}
+_SAMPLED, _OFFLINE = ("rollout", "scores", "policy_update"), ("scores", "policy_update")
 _segment = _pipeline("segment-placed", {**_RUN, "start": int, **_placed("segment")}, _segment_body)
 _whole_step = _pipeline("step-placed", {**_RUN, "start": int, **_placed("segment")}, _step_body)
-_grpo_step = _pipeline("grpo-step", _STEP, _grpo_body)
-_ppo_step = _pipeline("ppo-step", _STEP, _ppo_body)
+_STEPS = {
+    "grpo": (_pipeline("grpo-step", {**_RUN, "start": int, **_placed(*_SAMPLED)}, _grpo_body), _SAMPLED),
+    "ppo": (_pipeline("ppo-step", {**_RUN, "start": int, **_placed(*_SAMPLED)}, _ppo_body), _SAMPLED),
+    "offline": (_pipeline("offline-step", {**_RUN, "start": int, **_placed(*_OFFLINE)}, _offline_body), _OFFLINE),
+}
+"""Kind of step -> its pipeline, and the stages whose pods are placed."""
 _evaluation = _pipeline("evaluation", {**_RUN, "version": str, **_placed("evaluate")}, _evaluation_body)
 _ending = _pipeline("ending", {**_RUN, **_placed("evaluate")}, _ending_body)

@@ -6,18 +6,27 @@ from pathlib import Path
 
 from kfp import compiler, dsl
 
+from pipelines.dpo.pipeline import dpo, dpo_stages
 from pipelines.grpo.pipeline import grpo, grpo_stages, grpo_steps
+from pipelines.hybrid.pipeline import hybrid
 from pipelines.nightly.pipeline import nightly
 from pipelines.ppo.pipeline import ppo, ppo_stages
+from pipelines.reward_model.pipeline import reward_model
+from pipelines.sft.pipeline import sft
 
 FOLDER = Path(__file__).parent
 GOLDEN: dict[Path, dsl.base_component.BaseComponent] = {
+    FOLDER / "dpo" / "pipeline.yaml": dpo,
+    FOLDER / "dpo" / "pipeline_stages.yaml": dpo_stages,
     FOLDER / "grpo" / "pipeline.yaml": grpo,
     FOLDER / "grpo" / "pipeline_stages.yaml": grpo_stages,
     FOLDER / "grpo" / "pipeline_steps.yaml": grpo_steps,
+    FOLDER / "hybrid" / "pipeline.yaml": hybrid,
     FOLDER / "nightly" / "pipeline.yaml": nightly,
     FOLDER / "ppo" / "pipeline.yaml": ppo,
     FOLDER / "ppo" / "pipeline_stages.yaml": ppo_stages,
+    FOLDER / "reward_model" / "pipeline.yaml": reward_model,
+    FOLDER / "sft" / "pipeline.yaml": sft,
 }
 
 

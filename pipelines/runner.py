@@ -26,7 +26,7 @@ Hearing = Callable[[PipelineRun], None]
 
 
 def compile_flow(flow: Any, path: str | Path, config: Any = None) -> Path:
-    """Write the pipeline of an RLDataFlow to `path`, and return that.
+    """Write the pipeline of a flow to `path`, and return that.
 
     `config` holds the keys of no part. What it says of trainer.total_training_steps, steps_per_segment,
     default_local_dir and experiment_name are the parameters' defaults; trainer.grain chooses the pipeline. The same
@@ -51,7 +51,7 @@ def submit_flow(
     force: bool = False,
     **connection: Any,
 ) -> Submission:
-    """Start the pipeline of an RLDataFlow on a Kubeflow endpoint: `host`, or KF_PIPELINES_ENDPOINT's, or the pod's own.
+    """Start the pipeline of a flow on a Kubeflow endpoint: `host`, or KF_PIPELINES_ENDPOINT's, or the pod's own.
 
     `root` and `run_id` say where the run lies (trainer.default_local_dir and trainer.experiment_name where the config
     has them); the same again resumes it, and does nothing while a pipeline run works on it, unless `force`d.
@@ -84,7 +84,7 @@ class KubeflowRunner:
     """Runs flows and pipelines on a cluster.
 
     `connection` is `pipelines.client.open_api`'s: host, namespace, kube_context, token_file, ca_cert, verify_ssl.
-    `pipeline` is a short name (grpo, nightly, ...) or the path of a compiled pipeline.
+    `pipeline` is a short name (grpo, dpo, nightly, ...) or the path of a compiled pipeline.
     """
 
     def compile(self, flow: Any, path: str | Path, config: Any, **options: Any) -> Path:
@@ -229,14 +229,22 @@ def _order(package: Package, pairs: Sequence[str], parameters: Mapping[str, Any]
 
 
 def _pipeline(config: RunConfig) -> Pipeline:
-    """Return the pipeline of the config's grain; where a pod runs whole steps, a critic makes no other of it."""
+    """Return the pipeline of the config's objective and grain; where a pod runs whole steps, the step decides."""
     # Imported here: importing a pipeline compiles what it is made of, which takes seconds.
+    from pipelines.dpo.pipeline import dpo, dpo_stages
     from pipelines.grpo.pipeline import grpo, grpo_stages, grpo_steps
+    from pipelines.hybrid.pipeline import hybrid
     from pipelines.ppo.pipeline import ppo, ppo_stages
+    from pipelines.reward_model.pipeline import reward_model
+    from pipelines.sft.pipeline import sft
 
-    with_critic = {"segment": ppo, "step": grpo_steps, "stage": ppo_stages}
-    without = {"segment": grpo, "step": grpo_steps, "stage": grpo_stages}
-    return (with_critic if config.critic_is_needed else without)[config.trainer.grain]
+    if config.trainer.grain == "step":
+        return grpo_steps
+    if config.trainer.grain == "stage":
+        sampled = ppo_stages if config.critic_is_needed else grpo_stages
+        return dpo_stages if config.is_offline else sampled
+    own = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "hybrid": hybrid}
+    return own.get(config.algorithm.objective, ppo if config.critic_is_needed else grpo)
 
 
 def _parameters(config: RunConfig, pipeline: Any) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def stop_at(place: str, *, is_committed: bool) -> Listener:
 def manifests(run: Run) -> dict[str, Manifest]:
     """Place -> manifest of everything that is committed, read from storage again."""
     fresh = Run(run.root, run.run_id)
-    found = {f"data/{split}": fresh.manifest(f"preprocess/{split}", None) for split in ("train", "val")}
+    found = {f"data/{split}": fresh.manifest(f"preprocess/{split}", None) for split in ("train", "val", "sft")}
     for step in fresh.steps():
         found |= {f"{step}/{item.content.stage}": item for item in fresh.step_manifests(step)}
     return {place: manifest for place, manifest in found.items() if manifest is not None}

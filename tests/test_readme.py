@@ -27,7 +27,7 @@ def test_the_flow_of_the_readme_trains_with_its_own_reward(
     shutil.copyfile(ROOT / "examples" / "custom_reward.py", tmp_path / "custom_reward.py")
     problems = write_problems(tmp_path / "problems.jsonl", 2)
     enter_folder(tmp_path, monkeypatch)
-    flow_block, _ = code_blocks(PAGE)
+    flow_block, _, objectives = code_blocks(PAGE)
     # What a reader of the README has and a test has not: the hub, and patience.
     small = {
         '{"data": {"train_files": "openai/gsm8k"}}': "CONFIG",
@@ -45,6 +45,10 @@ def test_the_flow_of_the_readme_trains_with_its_own_reward(
     assert "reference_scores" in capsys.readouterr().out
     assert Path("grpo.yaml").is_file()
     assert Run("runs", "grpo").last_step() == 1
+
+    flows = run_blocks(PAGE, [objectives], names)
+    declared = {name: flows[name].config().algorithm.objective for name in ("sft", "dpo", "preferences", "mixed")}
+    assert declared == {"sft": "sft", "dpo": "dpo", "preferences": "reward_model", "mixed": "hybrid"}
 
     from custom_reward import ShownWork  # type: ignore[import-not-found]
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
@@ -100,4 +106,14 @@ def make_tiny_model(
     )
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_classifier(folder: Path, *, seed: int = 1) -> Path:
+    """Write a random sequence classifier of one label, a reward model, to `folder` and return it."""
+    make_tiny_model(folder, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return folder

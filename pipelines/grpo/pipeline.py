@@ -108,4 +108,4 @@ def grpo_stages(
         "min_accuracy": min_accuracy,
         "device_map": device_map,
     }
-    train_in_stages({"root": root, "run_id": run_id}, settings, has_critic=False)
+    train_in_stages({"root": root, "run_id": run_id}, settings, step="grpo")

@@ -76,4 +76,4 @@ def ppo_stages(
         "min_accuracy": min_accuracy,
         "device_map": device_map,
     }
-    train_in_stages({"root": root, "run_id": run_id}, settings, has_critic=True)
+    train_in_stages({"root": root, "run_id": run_id}, settings, step="ppo")

@@ -55,14 +55,18 @@ def surrogates(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple
 
 
 def row_means(values: Tensor, batch: LossBatch) -> Tensor:
-    """Return the mean of `values` [N] over each row, float64 [R] and differentiable; 0 for a row without tokens.
-
-    Sums run over segments in the order of the tokens and not by scattered additions, so that a GPU gives the same
-    bits twice.
-    """
+    """Return the mean of `values` [N] over each row, float64 [R] and differentiable; 0 for a row without tokens."""
     counts = torch.bincount(batch.row_index, minlength=batch.num_rows)
+    return segment_sums(values, counts) / counts.clamp(min=1)
+
+
+def segment_sums(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of each segment of `values` [N], float64 [R] and differentiable; `counts` [R] sum to N.
+
+    Sums run in the order of the tokens and not by scattered additions, so that a GPU gives the same bits twice.
+    """
     sums: Tensor = torch.segment_reduce(values.double(), "sum", lengths=counts, unsafe=True)
-    return sums / counts.clamp(min=1)
+    return sums
 
 
 def token_metrics(kl: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""DAPO's two ways of shaping what a step learns from (https://arxiv.org/abs/2503.14476): a soft penalty on length, and
-groups without a signal left out. Plain numbers, no tensors.
+"""What shapes the signal that a step learns from: DAPO's soft penalty on length and its leaving out of groups without
+signal (https://arxiv.org/abs/2503.14476), and a penalty in proportion to length. Plain numbers, no tensors.
 
 Trap: whether a group has a signal is asked of the reward that was given, before any penalty or KL is added to it.
 """
@@ -27,6 +27,19 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
         raise ValueError(f"expected an overlong penalty_factor of at least 0, got {penalty_factor}")
     excess = num_tokens - (max_tokens - buffer_tokens)
     return -penalty_factor * excess / buffer_tokens if excess > 0 else 0.0
+
+
+def length_penalty(num_tokens: int, *, max_tokens: int, free_tokens: int = 0) -> float:
+    """Return the share of the way from `free_tokens` to `max_tokens` that a completion has gone, as 0 to -1.
+
+    The cost of each further token is the same everywhere, unlike that of `overlong_penalty`, which begins just before
+    the limit. Raises ValueError for free_tokens outside 0..max_tokens - 1.
+
+    Example: length_penalty(60, max_tokens=100, free_tokens=20) is -0.5.
+    """
+    if not 0 <= free_tokens < max_tokens:
+        raise ValueError(f"expected 0 to {max_tokens - 1} free tokens, got {free_tokens}")
+    return -max(0, min(num_tokens, max_tokens) - free_tokens) / (max_tokens - free_tokens)
 
 
 def informative_groups(

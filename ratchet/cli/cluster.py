@@ -65,7 +65,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 @app.command("compile")
 def compile_pipeline(
     pipeline: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="grpo, grpo_steps, grpo_stages, ppo, ppo_stages or nightly.")
+        str,
+        typer.Argument(
+            metavar="PIPELINE",
+            help="grpo, ppo, sft, dpo, reward_model, hybrid, nightly, grpo_steps, grpo_stages, ppo_stages, dpo_stages.",
+        ),
     ],
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="YAML file to write.")],
 ) -> None:

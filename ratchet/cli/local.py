@@ -83,29 +83,37 @@ def preprocess(
 
 @app.command()
 def score(
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Lines of {completion, ground_truth}.")],
-    data_source: Annotated[str, typer.Option("--data-source", help="Names the reward.")] = "openai/gsm8k",
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Lines of {completion, ground_truth, ...}.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML config that says what grades.")] = None,
+    data_source: Annotated[
+        str, typer.Option("--data-source", help="Names the rule, in place of the lines' data_source.")
+    ] = "",
     mode: Annotated[
-        Mode, typer.Option("--mode", help="How an answer is read; strict and flexible are verl's.")
-    ] = "default",
+        Mode | None, typer.Option("--mode", help="How an answer is read; strict and flexible are verl's.")
+    ] = None,
 ) -> None:
-    """Grade a file: one JSON line for each of its lines, in order."""
+    """Grade a file by any kind of reward: one JSON line for each of its lines, in order."""
+    from ratchet.config import load_config
     from ratchet.rewards.score_file import score_lines
 
-    for line in score_lines(file, data_source=data_source, mode=mode):
+    modes = [] if mode is None else [f"reward_model.gsm8k_mode={mode}"]
+    parsed = load_config(config, [*(overrides or []), *modes], is_quiet=True)
+    for line in score_lines(file, parsed, data_source=data_source):
         typer.echo(json.dumps(line, ensure_ascii=False))
 
 
 @app.command()
 def evaluate(run: RunArgument, step: StepOption) -> None:
-    """Measure held-out accuracy of the policy that a step published. Takes the run over if that is not done yet."""
+    """Measure on what is held out the policy that a step published. Takes the run over if that is not done yet."""
     from ratchet.grains.entry import take_over
-    from ratchet.stages.evaluate import Evaluate
+    from ratchet.stages.graph import evaluation
 
     opened = open_run(run)
-    manifest = opened.manifest(Evaluate.name, step)
+    manifest = opened.manifest("evaluate", step)
     if manifest is None:
-        manifest = take_over(Evaluate(), opened, newest_config(opened), step)
+        config = newest_config(opened)
+        manifest = take_over(evaluation(config), opened, config, step)
     for name, value in sorted(manifest.provenance.metrics.items()):
         typer.echo(f"{name}: {value:.6g}")
 

@@ -1,12 +1,16 @@
-"""The section about the algorithm: the advantage estimator, KL, dynamic sampling, rollout correction."""
+"""The section about the algorithm: the objective, the advantage estimator, KL, dynamic sampling, rollout correction."""
 
-from typing import Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ratchet.algorithms.catalog import ADVANTAGES
 from ratchet.algorithms.rollout_bands import rejection_bounds, weight_band
 from ratchet.config.section import AboveZero, Count, KLType, NonNegative, Positive, Section, Share
+
+Objective = Literal["rl", "sft", "dpo", "reward_model", "hybrid"]
+OFFLINE: Final = ("sft", "dpo", "reward_model")
+"""Objectives that learn from examples alone: nothing is sampled, and there is no reward and no advantage."""
 
 
 class KLControlConfig(Section):
@@ -66,9 +70,43 @@ class RolloutCorrectionConfig(Section):
         return self
 
 
+class DPOConfig(Section):
+    """algorithm.objective=dpo: direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+
+    beta: AboveZero = 0.1
+    """How much a difference of log-ratios counts; the larger, the closer the policy stays to the reference."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """DPO's logistic loss, IPO's squared one (https://arxiv.org/abs/2310.12036), or SLiC's hinge
+    (https://arxiv.org/abs/2305.10425)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """sigmoid: share of the preferences that are taken to be the wrong way round (conservative DPO)."""
+    reference_free: bool = False
+    """Take the reference's log-probs as 0: no reference is scored."""
+    length_normalized: bool = False
+    """Divide the log-probs of a completion by its tokens."""
+
+
+class HybridConfig(Section):
+    """algorithm.objective=hybrid: examples are imitated in the same update that learns from rewards."""
+
+    mix_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of the update's loss tokens that come from examples, and the weight of their loss:
+    `(1 - mix_ratio) * L_rl + mix_ratio * L_sft`, each the mean over its own tokens."""
+    sft_files: str = ""
+    """Examples, `prompt` and `chosen`, in any form that data.train_files takes."""
+    sft_lr: AboveZero | None = None
+    """Learning rate of the examples: their loss is scaled by sft_lr / actor.optim.lr. Where it is not given, the
+    update's."""
+
+
 class AlgorithmConfig(Section):
     """What is optimised."""
 
+    objective: Objective = "rl"
+    """rl learns from rewards of what the policy samples; sft imitates `chosen`; dpo prefers `chosen` to `rejected`;
+    reward_model trains a sequence classifier to do so (Bradley-Terry); hybrid is rl and sft in one update."""
+    dpo: DPOConfig = DPOConfig()
+    hybrid: HybridConfig = HybridConfig()
     adv_estimator: str = "grpo"
     """Name of the advantage estimator (docs/algorithms.md), or of one that was registered.
 

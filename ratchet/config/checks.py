@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from ratchet.algorithms.catalog import POLICY_LOSSES
 from ratchet.algorithms.rollout_bands import weight_band
 from ratchet.config.models import UpdateConfig
+from ratchet.config.objective_checks import objective_faults, objective_warnings
 
 if TYPE_CHECKING:
     from ratchet.config.schema import RunConfig
@@ -24,18 +25,17 @@ _STEP_FOLDER = re.compile(r"(global_step_|step-)\d+$")
 
 def combination_faults(config: "RunConfig") -> list[str]:
     """Return every contradiction between keys, as messages that name them."""
-    return [
-        *_update_faults(config),
-        *_algorithm_faults(config),
-        *_behaviour_faults(config),
-        *_reward_faults(config),
-        *_trainer_faults(config),
-    ]
+    always = [*objective_faults(config), *_update_faults(config), *_trainer_faults(config)]
+    if config.is_offline:
+        # Nothing is sampled or graded, whatever those keys say.
+        return always
+    return [*always, *_algorithm_faults(config), *_behaviour_faults(config), *_reward_faults(config)]
 
 
 def config_warnings(config: "RunConfig") -> list[str]:
     """Return what the config sets without effect, and settings from which nothing can be learnt."""
-    return [*_unused_sections(config), *_unused_keys(config)]
+    own = [*objective_warnings(config), *_unused_trainer_keys(config)]
+    return own if config.is_offline else [*_unused_sections(config), *_unused_keys(config), *own]
 
 
 def _update_faults(config: "RunConfig") -> Iterator[str]:
@@ -70,6 +70,11 @@ def _algorithm_faults(config: "RunConfig") -> Iterator[str]:
         yield (
             "actor_rollout_ref.rollout.val_kwargs.do_sample is on at temperature 0, which samples nothing: "
             "set val_kwargs.temperature above 0"
+        )
+    if rollout.dedicated_gpus and rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"actor_rollout_ref.rollout.dedicated_gpus is {rollout.dedicated_gpus}, each with an engine of its own, "
+            f"and tensor_model_parallel_size is {rollout.tensor_model_parallel_size}: set one of them to its default"
         )
     if algorithm.filter_groups.enable and rollout.n == 1:
         yield (
@@ -152,6 +157,7 @@ def _reward_faults(config: "RunConfig") -> Iterator[str]:
     places = {
         "model": ("reward_model.path", reward.path),
         "api": ("reward_model.url", reward.url),
+        "judge": ("reward_model.judge.url", reward.judge.url),
         "custom": ("custom_reward_function.path", config.custom_reward_function.path),
     }
     for kind in config.reward_weights:
@@ -162,6 +168,12 @@ def _reward_faults(config: "RunConfig") -> Iterator[str]:
     buffer = reward.overlong_buffer
     if buffer.enable and buffer.len > limit:
         yield f"reward_model.overlong_buffer.len is {buffer.len}, more than data.max_response_length ({limit})"
+    penalty = reward.length_penalty
+    if penalty.weight and penalty.free_tokens >= limit:
+        yield (
+            f"reward_model.length_penalty.free_tokens is {penalty.free_tokens}, which data.max_response_length "
+            f"({limit}) does not exceed: no completion would be penalised"
+        )
 
 
 def _trainer_faults(config: "RunConfig") -> Iterator[str]:
@@ -193,6 +205,8 @@ def _unused_sections(config: "RunConfig") -> Iterator[str]:
         "algorithm.kl_ctrl": (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward=true"),
         "algorithm.filter_groups": (algorithm.filter_groups.enable, "algorithm.filter_groups.enable=true"),
         "reward_model.overlong_buffer": (config.reward_model.overlong_buffer.enable, "overlong_buffer.enable=true"),
+        "reward_model.length_penalty": (config.reward_model.length_penalty.weight > 0, "length_penalty.weight"),
+        "reward_model.format": (bool(config.reward_model.format.pattern), "format.pattern"),
     }
     for name, (is_on, switch) in switches.items():
         section: BaseModel = config
@@ -213,6 +227,7 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
     places = {
         "reward_model.path": ("model", reward.path),
         "reward_model.url": ("api", reward.url),
+        "reward_model.judge.url": ("judge", reward.judge.url),
         "custom_reward_function.path": ("custom", config.custom_reward_function.path),
     }
     for key, (kind, place) in places.items():
@@ -236,9 +251,7 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
         )
     if algorithm.gdpo_reward_keys and estimator != "gdpo":
         yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}"
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if not model.lora_rank and any(_is_set(model, name) for name in ("lora_alpha", "target_modules")):
-        yield "actor_rollout_ref.model.lora_alpha and target_modules have no effect with lora_rank=0"
+    rollout = config.actor_rollout_ref.rollout
     if rollout.calculate_log_probs and _is_set(rollout, "log_probs_share"):
         yield f"actor_rollout_ref.rollout.log_probs_share has no effect with {_ASKED}=true"
     trainer = config.trainer
@@ -252,6 +265,13 @@ def _unused_keys(config: "RunConfig") -> Iterator[str]:
             "actor_rollout_ref.rollout.free_cache_engine has no effect with trainer.async_level=1: the sampler works "
             "while the policy is trained"
         )
+
+
+def _unused_trainer_keys(config: "RunConfig") -> Iterator[str]:
+    """What any objective reads."""
+    model, trainer = config.actor_rollout_ref.model, config.trainer
+    if not model.lora_rank and any(_is_set(model, name) for name in ("lora_alpha", "target_modules")):
+        yield "actor_rollout_ref.model.lora_alpha and target_modules have no effect with lora_rank=0"
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}"
 

@@ -32,10 +32,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), *, is_quiet: bool = False) -> RunConfig:
     """Read a YAML file, if one is given, then apply `key.subkey=value` overrides in order; values are YAML.
 
-    Python files that the config names are read, and run. What has no effect is logged as a warning.
+    Python files that the config names are read, and run. What has no effect is logged as a warning, unless `is_quiet`.
     """
     tree: dict[str, Any] = {}
     if path is not None:
@@ -47,7 +47,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"cannot read the config file {path}: it is not UTF-8 ({error})") from error
         tree = read_mapping(text, str(path))
     source = str(path) if path else "the command line"
-    return parse_config(tree, overrides, source=source, folder=Path(path).parent if path else None)
+    folder = Path(path).parent if path else None
+    return parse_config(tree, overrides, source=source, folder=folder, is_quiet=is_quiet)
 
 
 def parse_config(
@@ -62,7 +63,8 @@ def parse_config(
     """Check a nested mapping plus overrides; every fault is named in one ConfigError.
 
     Python files are looked for in the working directory, then in `folder`. `is_quiet` logs no warning, for what has
-    been read before. `is_stored` takes what looks like a secret, too: a run that has stored it can still go on.
+    been read before and what makes no run. `is_stored` takes what looks like a secret, too: a run that has stored it
+    can still go on.
     """
     reading = Reading()
     reading.read(leaves(tree))

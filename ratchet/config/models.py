@@ -201,6 +201,9 @@ class RolloutConfig(Section):
     """Share of the memory that vLLM may take; 0.5 of a GPU, 0.2 of a CPU's, where it is not given."""
     tensor_model_parallel_size: Positive = 1
     """GPUs that vLLM spreads one model over."""
+    dedicated_gpus: Count = 0
+    """GPUs that only sample, beside those that train: on each a process with an engine of its own, which takes its
+    share of the prompts; weights reach them over NCCL. 0 samples where the policy is trained."""
     max_num_seqs: Positive = 256
     """Sequences sampled at once."""
     max_num_batched_tokens: Positive = 8192

@@ -5,13 +5,19 @@ there each key is given.
 """
 
 from ratchet.algorithms.catalog import ADVANTAGES
+from ratchet.config.algorithm import OFFLINE
 from ratchet.config.reading import Reading
 from ratchet.config.spelling import INHERITED
 
-ESTIMATOR, KIND = "algorithm.adv_estimator", "reward_model.type"
+ESTIMATOR, KIND, OBJECTIVE = "algorithm.adv_estimator", "reward_model.type", "algorithm.objective"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 PROMPT, COMPLETION = "data.max_prompt_length", "data.max_response_length"
-PLACES = {"reward_model.path": "model", "reward_model.url": "api", "custom_reward_function.path": "custom"}
+PLACES = {
+    "reward_model.path": "model",
+    "reward_model.url": "api",
+    "reward_model.judge.url": "judge",
+    "custom_reward_function.path": "custom",
+}
 
 
 def resolve(reading: Reading) -> None:
@@ -54,6 +60,9 @@ def _resolve_lengths(reading: Reading) -> None:
 def _resolve_estimator(reading: Reading) -> None:
     values = reading.values
     is_enabled = values.pop("critic.enable", None)
+    if values.get(OBJECTIVE) in OFFLINE and not is_enabled:
+        # A critic that a config has for other objectives is without effect.
+        return
     has_critic = is_enabled or (is_enabled is None and any(key.startswith("critic.") for key in values))
     name = values.setdefault(ESTIMATOR, "gae" if has_critic else "grpo")
     if is_enabled is None or not isinstance(name, str):

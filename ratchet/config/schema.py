@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ratchet.algorithms.catalog import ADVANTAGES
-from ratchet.config.algorithm import AlgorithmConfig
+from ratchet.config.algorithm import OFFLINE, AlgorithmConfig
 from ratchet.config.checks import combination_faults
 from ratchet.config.cluster import DeviceMapConfig, PromotionConfig
 from ratchet.config.models import ActorRolloutRefConfig, CriticConfig
@@ -18,12 +18,13 @@ from ratchet.config.section import AboveZero, Count, Loggers, Positive, Section
 
 
 class DataConfig(Section):
-    """Prompts, lengths and batches."""
+    """Prompts or examples, lengths and batches."""
 
     train_files: str = ""
-    """Training prompts: verl's Parquet, GSM8K JSONL, s3://..., a dataset id, or ratchet/word-problems?level=1."""
+    """Training prompts: verl's Parquet, GSM8K JSONL, s3://..., a dataset id, or ratchet/word-problems?level=1. With
+    algorithm.objective sft, dpo or reward_model, examples: `prompt`, `chosen` and, but for sft, `rejected`."""
     val_files: str = ""
-    """Held-out prompts; none means no evaluation."""
+    """Held-out prompts or examples; none means no evaluation."""
     prompt_key: str = "prompt"
     """Column that holds the prompt, in files that are not in verl's schema."""
     data_source: str | None = None
@@ -31,11 +32,11 @@ class DataConfig(Section):
     max_prompt_length: Positive = 512
     """Most prompt tokens."""
     max_response_length: Positive = 512
-    """Most completion tokens."""
+    """Most completion tokens, sampled or of an example."""
     train_batch_size: Positive = 1024
-    """Prompts of one step."""
+    """Prompts or examples of one step."""
     filter_overlong_prompts: bool = False
-    """Leave out prompts over the limit and count them; otherwise they are an error."""
+    """Leave out prompts and examples over the limits and count them; otherwise they are an error."""
     train_max_samples: int = -1
     """Use only the first so many training prompts; -1 uses all."""
     val_max_samples: int = -1
@@ -141,9 +142,21 @@ class RunConfig(Section):
         return self
 
     @property
+    def is_offline(self) -> bool:
+        """Whether the run learns from examples alone: no rollouts, rewards and advantages."""
+        return self.algorithm.objective in OFFLINE
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether every example must have a rejected completion beside the chosen one."""
+        return self.algorithm.objective in ("dpo", "reward_model")
+
+    @property
     def reference_is_needed(self) -> bool:
         """Whether some term reads the reference's log-probs."""
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        if self.is_offline:
+            return algorithm.objective == "dpo" and not algorithm.dpo.reference_free
         in_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
         return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0)
 
@@ -155,7 +168,7 @@ class RunConfig(Section):
     @property
     def critic_is_needed(self) -> bool:
         """Whether a critic is trained beside the policy."""
-        return "values" in self.advantage_needs
+        return "values" in self.advantage_needs and not self.is_offline
 
     @property
     def behaviour_source(self) -> Literal["sampler", "policy", "update"]:
@@ -173,7 +186,8 @@ class RunConfig(Section):
     @property
     def policy_scores_are_needed(self) -> bool:
         """Whether the policy scores the rollouts before its update."""
-        return not self.algorithm.rollout_correction.bypass_mode or "sum_pi_squared" in self.advantage_needs
+        is_rescored = not self.algorithm.rollout_correction.bypass_mode
+        return (is_rescored or "sum_pi_squared" in self.advantage_needs) and not self.is_offline
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -88,16 +88,22 @@ SPELLINGS: Mapping[str, Spelling] = {
     "reward_model.model_path": Spelling("reward_model.path"),
     "reward_model.forward_max_token_len_per_gpu": Spelling("reward_model.max_token_len_per_gpu"),
     "reward_model.reward_kwargs.max_resp_len": Spelling("data.max_response_length"),
-    "trainer.algorithm": Spelling("algorithm.adv_estimator", "`ppo` is gae"),
+    "trainer.algorithm": Spelling(
+        "algorithm.adv_estimator", "`ppo` is gae; sft, dpo, reward_model, hybrid are `algorithm.objective`"
+    ),
     "trainer.num_epochs": Spelling("trainer.total_epochs"),
     "trainer.num_gpus": Spelling("trainer.n_gpus_per_node", "`--num_gpus`, and the processes that torchrun started"),
     "trainer.save_dir": Spelling("trainer.default_local_dir"),
 }
 """Keys under another name, after PREFIXES."""
 
+OBJECTIVES = frozenset({"sft", "dpo", "reward_model", "hybrid"})
+"""Algorithms by whose name `trainer.algorithm` means the objective."""
+
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "data.train_files": one_file,
     "data.val_files": one_file,
+    "algorithm.hybrid.sft_files": one_file,
     "algorithm.adv_estimator": estimator,
 }
 """What is done to a key's value under whatever name it came."""
@@ -129,6 +135,8 @@ def spelled(typed: str, value: Any) -> tuple[str, Any]:
     name = long_name(typed)
     spelling = SPELLINGS.get(name)
     key = spelling.key if spelling else name
+    if name == "trainer.algorithm" and isinstance(value, str) and value.lower() in OBJECTIVES:
+        key, value = "algorithm.objective", value.lower()
     for convert in (spelling.convert if spelling else None, CONVERSIONS.get(key)):
         value = convert(value) if convert is not None and value is not DROP else value
     return key, value

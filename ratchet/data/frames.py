@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ratchet.data.conversations import Completion, completion
 from ratchet.data.prompt_rows import PromptRow, row_from_record
-from ratchet.data.verl_parquet import verl_table
+from ratchet.data.verl_parquet import MESSAGE, verl_table
 from ratchet.errors import DataError
 
 _DEMONSTRATIONS = ("chosen", "rejected")
@@ -103,8 +104,9 @@ def to_training_set(
     """Write a CSV file or a data frame as a training set in verl's Parquet schema; the number of its rows.
 
     Columns: `question,answer`, or `prompt` with `answer`, `ground_truth` or `response`, or `prompt,chosen[,rejected]`.
-    The last have no ground truth; they keep `chosen` and `rejected` as columns, for offline objectives and for rewards
-    that compare with nothing. `frame` may be the path of anything that `load_rows` reads. `path` is local or `s3://`.
+    The last have no ground truth; they keep `chosen` and `rejected` as columns, texts or messages, for offline
+    objectives and for rewards that compare with nothing. `frame` may be the path of anything that `load_rows` reads.
+    `path` is local or `s3://`.
     """
     fallback = PurePosixPath(str(path)).stem
     if isinstance(frame, str | Path):
@@ -137,7 +139,7 @@ def to_training_set(
 def _check_complete(rows: list[PromptRow]) -> None:
     """DataError for the first row that has neither a ground truth nor a completion to learn from."""
     for row in rows:
-        if "ground_truth" not in row.reward_model and not isinstance(row.extra_info.get("chosen"), str):
+        if "ground_truth" not in row.reward_model and not row.extra_info.get("chosen"):
             raise DataError(
                 f"{row.where}: expected answer, ground_truth, response or chosen beside the prompt, "
                 f"got {', '.join(key for key in row.extra_info if key not in ('split', 'index')) or 'nothing'}"
@@ -145,13 +147,13 @@ def _check_complete(rows: list[PromptRow]) -> None:
 
 
 def training_table(rows: list[PromptRow]) -> pa.Table:
-    """verl's columns, and `chosen` and `rejected` where rows have them."""
-    texts = {key: [row.extra_info.get(key) for row in rows] for key in _DEMONSTRATIONS}
-    found = [key for key, column in texts.items() if any(text is not None for text in column)]
-    for row in rows:
-        for key in found:
-            if not isinstance(row.extra_info.get(key), str | None):
-                raise DataError(f"{row.where}, {key}: expected a text, got {row.extra_info[key]!r:.80}")
+    """verl's columns, and `chosen` and `rejected` where rows have them: texts, or messages where a row has several."""
+    found: dict[str, pa.Array] = {}
+    for key in _DEMONSTRATIONS:
+        values = [(row.extra_info.get(key), f"{row.where}, {key}") for row in rows]
+        column = [None if value is None else completion(value, where) for value, where in values]
+        if any(value is not None for value in column):
+            found[key] = _completions(column)
     bare = [
         PromptRow(
             row.data_source,
@@ -163,9 +165,16 @@ def training_table(rows: list[PromptRow]) -> pa.Table:
         for row in rows
     ]
     table = verl_table(bare)
-    for key in found:
-        table = table.append_column(key, pa.array(texts[key], pa.string()))
+    for key, array in found.items():
+        table = table.append_column(key, array)
     return table
+
+
+def _completions(column: list[Completion | None]) -> pa.Array:
+    if all(isinstance(value, str | None) for value in column):
+        return pa.array(column, pa.string())
+    turns = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in column]
+    return pa.array(turns, pa.list_(MESSAGE))
 
 
 def _write(table: pa.Table, path: str) -> None:

@@ -39,6 +39,24 @@ def refill_positions(step: int, prompt_ids: Sequence[str], used: Sequence[int], 
     return order
 
 
+def imitated_positions(
+    step: int, example_ids: Sequence[str], num_tokens: Sequence[int], *, seed: int, wanted: float
+) -> list[int]:
+    """Return the positions of the examples that `step` imitates beside its rollouts, in order.
+
+    They are taken in an order of the step's own until their tokens in the loss, `num_tokens` of each, are at least
+    `wanted`, or until there are no more: none is taken twice.
+    """
+    order = sorted(range(len(example_ids)), key=lambda position: _digest("imitate", seed, step, example_ids[position]))
+    taken, total = [], 0
+    for position in order:
+        if total >= wanted:
+            break
+        taken.append(position)
+        total += num_tokens[position]
+    return taken
+
+
 def sample_seed(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Return the sample's seed, 0 <= seed < 2**63."""
     return int.from_bytes(_digest("sample", seed, step, prompt_id, sample_index)[:8], "big") >> 1

@@ -5,13 +5,13 @@ and of the ground truth. Here None keys are left out and the ground truth is tex
 decimals of other columns become text (`plain_values`).
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ratchet.data.conversations import prompt_messages, without_prompt
 from ratchet.data.plain_values import plain_value
 from ratchet.errors import DataError
 
@@ -24,8 +24,6 @@ _GROUND_TRUTH_KEYS = ("ground_truth", "answer", "response")
 _REFERENCE = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"\s*[-+]?[$]?[0-9][0-9.,/]*%?\s*")
 _GSM8K_FORMAT = (GSM8K, "gsm8k", "ratchet/word-problems")
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLE_OF = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,43 +81,12 @@ def gsm8k_row(
     )
 
 
-def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: expected the prompt to be a text or a list of messages, got {prompt!r:.80}")
-    messages = []
-    for message in prompt:
-        message = plain_value(message, where)
-        is_message = isinstance(message, dict) and set(message) == {"role", "content"}
-        if not is_message or not all(isinstance(text, str) for text in message.values()):
-            raise DataError(f"{where}: expected messages of the texts role and content, got {message!r:.120}")
-        messages.append({"role": message["role"], "content": message["content"]})
-    _check_roles([message["role"] for message in messages], where)
-    return messages
-
-
-def _check_roles(roles: list[str], where: str) -> None:
-    """DataError for roles that chat templates do not know, or in whose order nothing is asked of the policy."""
-    for number, role in enumerate(roles, start=1):
-        if role not in _ROLES:
-            near = _ROLE_OF.get(role.lower()) or difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.0)[0]
-            raise DataError(
-                f"{where}: message {number} has the role {role!r}; expected one of {', '.join(_ROLES)} (use {near})"
-            )
-        if role == "system" and number > 1:
-            raise DataError(f"{where}: message {number} is the system's; expected it to be the first")
-    if roles[-1] not in ("user", "tool"):
-        raise DataError(
-            f"{where}: the last message is of the role {roles[-1]}, so that nothing is asked; expected a prompt that "
-            "ends with the user's turn (a reference answer belongs in a column of its own)"
-        )
-
-
-def _ground_truth_text(value: Any, where: str) -> str:
+def _ground_truth_text(value: Any, where: str, *, is_prose: bool = False) -> str:
+    """A ground truth as text; prose may have a "####" that is a heading."""
     value = plain_value(value, where)
     if isinstance(value, str):
-        return reference_answer(value, where) if "####" in value else value
+        states_answer = _REFERENCE.search(value) is not None if is_prose else "####" in value
+        return reference_answer(value, where) if states_answer else value
     if value is None or isinstance(value, bool):
         raise DataError(f"{where}: expected a ground truth, got {value!r}")
     if isinstance(value, float) and value.is_integer():
@@ -137,7 +104,8 @@ def _reward_model(record: Mapping[str, Any], where: str, needs_ground_truth: boo
             return {"style": style, "ground_truth": text}
     for key in _GROUND_TRUTH_KEYS:
         if record.get(key) is not None:
-            return {"style": style, "ground_truth": _ground_truth_text(record[key], f"{where}, {key}")}
+            text = _ground_truth_text(record[key], f"{where}, {key}", is_prose=not needs_ground_truth)
+            return {"style": style, "ground_truth": text}
     if not needs_ground_truth:
         return {"style": style}
     raise DataError(
@@ -169,7 +137,7 @@ def _prompt_row(
         others = {**others, "split": split, "index": index}
     return PromptRow(
         data_source=str(source),
-        prompt=_messages(record[prompt_key], f"{where}, {prompt_key}"),
+        prompt=prompt_messages(record[prompt_key], f"{where}, {prompt_key}"),
         ability=str(record.get("ability") or "general"),
         reward_model=reward_model,
         extra_info={**others, **extra},
@@ -192,8 +160,10 @@ def row_from_record(
 
     Records with `prompt_key` keep their own data_source, else take `data_source`, else `fallback_source`. Records with
     question and answer are GSM8K's, unless `data_source` says otherwise and no answer has a "####": then the question
-    is the prompt as it stands. Anything else is refused, naming the columns that are there.
+    is the prompt as it stands. Whole conversations are taken apart (`conversations.without_prompt`). Anything else is
+    refused, naming the columns that are there.
     """
+    record = without_prompt(record, prompt_key, where)
     options: dict[str, Any] = {"split": split, "index": index, "where": where}
     if record.get(prompt_key) is not None:
         source = data_source or fallback_source

@@ -28,6 +28,32 @@ Example: ("train-0000000", "openai/gsm8k", [{"role": "user", "content": "Natalia
 {"style": "rule", "ground_truth": "72"}, '{"index": 0, "split": "train"}').
 """
 
+EXAMPLES = pa.schema(
+    [
+        ("example_id", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("chosen", pa.string()),
+        ("rejected", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("chosen_token_ids", pa.list_(pa.int32())),
+        ("chosen_loss_mask", pa.list_(pa.bool_())),
+        ("rejected_token_ids", pa.list_(pa.int32())),
+        ("rejected_loss_mask", pa.list_(pa.bool_())),
+        ("extra_info", pa.string()),
+    ]
+)
+"""What an offline objective learns from, tokenised once. `example_id` is `<split>-<row>`.
+
+`chosen` and `rejected` are texts, JSON of the messages where the assistant has several turns; what belongs to
+`rejected` is null where nothing is compared. A loss mask has one entry per token of its completion: true for the tokens
+that the assistant wrote. For a reward model the three lists of ids are as it reads conversations: what both begin with,
+and the rest of each to the end of what the chat template writes, every token counted.
+
+Example: ("train-0000012", "helpful", [{"role": "user", "content": "Hi"}], "Hello!", "No.", [1, 4093, 198], [24, 2],
+[true, true], [31, 2], [true, true], '{"index": 12, "split": "train"}').
+"""
+
 _KEY: list[tuple[str, pa.DataType]] = [("group_id", pa.string()), ("sample_index", pa.int32())]
 
 ROLLOUTS = pa.schema(
@@ -64,6 +90,8 @@ REWARDS = pa.schema(
 )
 """One reward per rollout. `extracted` is the answer as it was read, null where none was found (`is_parseable` false).
 
+A null reward is that of a completion which could not be graded, `error` says why; no later stage learns from it.
+
 Example: ("000003/train-0000007", 0, 1.0, {"gsm8k": 1.0}, "6", true, null).
 """
 
@@ -71,6 +99,8 @@ Example: ("000003/train-0000007", 0, 1.0, {"gsm8k": 1.0}, "6", true, null).
 def scores(role: str, *, with_sum_pi_squared: bool = False) -> pa.Schema:
     """Log-probs (nats, at the sampling temperature) of the sampled tokens under `role`: "policy" or "reference".
 
+    Of an offline run the rows are the completions of the step's pairs: `group_id` is `<step>/<example_id>`,
+    `sample_index` 0 what was chosen and 1 what was rejected, and one entry per token of that completion.
     `sum_pi_squared`, where it is wanted, is the sum over the vocabulary of squared probabilities at each token.
     """
     more = [("sum_pi_squared", pa.list_(pa.float32()))] if with_sum_pi_squared else []
@@ -103,7 +133,8 @@ TRAJECTORIES = pa.schema(
     ]
 )
 """A rollout once scored: one entry per completion token in every list. `behaviour_source` is "sampler", "policy" or
-"update"; of the last, behaviour_log_probs are null: the update takes its own.
+"update"; of the last, behaviour_log_probs are null: the update takes its own. The statistics of a group are null for a
+rollout that was not graded, which is in none, and its loss_mask is false.
 
 Example: ("000003/train-0000007", 0, [0.7, 0.7], [0.7, 0.7], [0.0, 1.0], [true, true], [-0.11, -0.02], "sampler",
 0.5, 0.707, 2).
@@ -124,3 +155,23 @@ EVALUATIONS = pa.schema(
     ]
 )
 """One held-out completion and its reward, sampled with the validation settings."""
+
+EVALUATIONS_OFFLINE = pa.schema(
+    [
+        ("example_id", pa.string()),
+        ("data_source", pa.string()),
+        ("loss", pa.float64()),
+        ("num_tokens", pa.int64()),
+        ("margin", pa.float64()),
+        ("accuracy", pa.float64()),
+    ]
+)
+"""One held-out example under an offline objective.
+
+`num_tokens` counts the tokens inside the loss masks. `loss` is the objective's own: of SFT the mean of -log p (nats)
+over them. `margin` is by how much the chosen completion is preferred to the rejected one (of DPO beta times the
+difference of what its loss compares, of a reward model the difference of scores), `accuracy` 1.0 where that is above 0,
+else 0.0; both are null for SFT.
+
+Example: ("val-0000003", "helpful", 0.41, 57, 0.68, 1.0).
+"""

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl, urlencode
 
 from ratchet.data import word_problems
@@ -23,7 +23,16 @@ from ratchet.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PromptRow", "load_rows", "preprocess", "resolved_source", "split_of_file", "write_verl_parquet"]
+__all__ = [
+    "PromptRow",
+    "Record",
+    "load_rows",
+    "preprocess",
+    "read_records",
+    "resolved_source",
+    "split_of_file",
+    "write_verl_parquet",
+]
 
 WORD_PROBLEMS = "ratchet/word-problems"
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -32,6 +41,38 @@ _HUB_CONFIGS = {GSM8K: "main", "gsm8k": "main"}
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 _SPLITS = ("train", "test")
 _INSTRUCTIONS = {"steps": INSTRUCTION, "short": SHORT_INSTRUCTION}
+
+
+class Record(NamedTuple):
+    """One record as it was read."""
+
+    values: dict[str, Any]
+    where: str
+    """File and line or row, for messages."""
+    number: int
+    """From 0, in its file."""
+    fallback_source: str
+    """The data source of a record that names none."""
+
+
+def read_records(spec: str, *, split: str) -> Iterator[Record]:
+    """Yield every record of a source, in its order; DataError names the file, and the line or row.
+
+    `split` picks the file of a folder or the part of a data set; a single file is read whole.
+    """
+    spec = _location(spec)
+    if _is_generated(spec):
+        numbers, _ = _generator(spec)
+        for index, each in enumerate(word_problems.generate(split=split, **numbers)):
+            yield Record({**each, "data_source": WORD_PROBLEMS}, f"{spec}, problem {index}", index, WORD_PROBLEMS)
+    elif spec.startswith("s3://") or _exists(spec):
+        for name, body in _files(spec, split):
+            yield from _records_of_file(name, body)
+    elif _is_dataset_id(spec):
+        for index, record in enumerate(_hub_table(spec, split)):
+            yield Record(dict(record), f"{spec}, row {index}", index, spec)
+    else:
+        raise DataError(f"{spec}: no such file or folder, and not the id of a data set (expected owner/name)")
 
 
 def load_rows(
@@ -49,22 +90,22 @@ def load_rows(
     remembers its own (`PromptRow.where`). Rows without a ground truth are refused, unless `needs_ground_truth` is
     false.
     """
-    spec = _location(spec)
-    options: dict[str, Any] = {
-        "split": split,
-        "data_source": data_source,
-        "prompt_key": prompt_key,
-        "needs_ground_truth": needs_ground_truth,
-    }
-    if _is_generated(spec):
-        rows = _generated_rows(spec, split, data_source or WORD_PROBLEMS)
-    elif spec.startswith("s3://") or _exists(spec):
-        rows = [row for name, body in _files(spec, split) for row in _rows_of_file(name, body, **options)]
-    elif _is_dataset_id(spec):
-        records = enumerate(_hub_records(spec, split))
-        rows = [_row(record, f"{spec}, row {index}", index, spec, **options) for index, record in records]
+    if _is_generated(_location(spec)):
+        rows = _generated_rows(_location(spec), split, data_source or WORD_PROBLEMS)
     else:
-        raise DataError(f"{spec}: no such file or folder, and not the id of a data set (expected owner/name)")
+        rows = [
+            row_from_record(
+                record.values,
+                split=split,
+                index=record.number,
+                data_source=data_source,
+                fallback_source=record.fallback_source,
+                prompt_key=prompt_key,
+                where=record.where,
+                needs_ground_truth=needs_ground_truth,
+            )
+            for record in read_records(spec, split=split)
+        ]
     if not rows:
         raise DataError(f"{spec}: expected at least one row, got none")
     _count_duplicates(rows, spec)
@@ -82,7 +123,9 @@ def resolved_source(spec: str, *, split: str) -> str:
         return spec.rstrip("/")
     if _is_generated(spec):
         numbers, style = _generator(spec)
-        return f"{WORD_PROBLEMS}?{urlencode({**numbers, 'instruction': style})}"
+        # What is not asked for is not named: problems of runs that were made before it could be are the same.
+        asked = {key: value for key, value in numbers.items() if key != "rejected" or value}
+        return f"{WORD_PROBLEMS}?{urlencode({**asked, 'instruction': style})}"
     if _exists(spec) or not _is_dataset_id(spec):
         return str(Path(spec).resolve())
     # The revision is a part of the places that the files were downloaded from, which the cache keeps, too.
@@ -107,16 +150,12 @@ def _location(spec: str) -> str:
     return spec if spec.startswith("s3://") else os.path.expanduser(spec.removeprefix("json:").removeprefix("file://"))
 
 
-def _row(record: dict[str, Any], where: str, index: int, fallback_source: str, **options: Any) -> PromptRow:
-    return row_from_record(record, index=index, fallback_source=fallback_source, where=where, **options)
-
-
-def _rows_of_file(name: str, body: bytes, **options: Any) -> Iterator[PromptRow]:
+def _records_of_file(name: str, body: bytes) -> Iterator[Record]:
     is_parquet = name.endswith(".parquet")
     read = parquet_records if is_parquet else csv_records if name.endswith(".csv") else json_lines_of
-    for index, (number, record) in enumerate(read(body, name)):
+    for index, (number, values) in enumerate(read(body, name)):
         where = f"{name}, {'row' if is_parquet else 'line'} {number}"
-        yield _row(record, where, index, PurePosixPath(name).stem, **options)
+        yield Record(values, where, index, PurePosixPath(name).stem)
 
 
 def _files(spec: str, split: str) -> Iterator[tuple[str, bytes]]:
@@ -160,10 +199,6 @@ def _is_dataset_id(spec: str) -> bool:
     return _DATASET_ID.fullmatch(spec) is not None and not spec.endswith(_SUFFIXES)
 
 
-def _hub_records(dataset_id: str, split: str) -> Iterator[dict[str, Any]]:
-    yield from (dict(record) for record in _hub_table(dataset_id, split))
-
-
 def _hub_table(dataset_id: str, split: str) -> Any:
     try:
         import datasets
@@ -184,14 +219,14 @@ def _refuse_hub(dataset_id: str, split: str, error: Exception) -> NoReturn:
 
 def _generator(spec: str) -> tuple[dict[str, int], str]:
     """The generator's numbers and the style of its instruction; DataError for what is none."""
-    numbers = {"level": 1, "size": 512, "seed": 0}
+    numbers = {"level": 1, "size": 512, "seed": 0, "rejected": 0}
     given = dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True))
     style = given.pop("instruction", "steps")
     if style not in _INSTRUCTIONS:
         raise DataError(f"{spec}: expected one of {', '.join(_INSTRUCTIONS)} for instruction, got {style}")
     for key, text in given.items():
         if key not in numbers or not re.fullmatch(r"\d{1,9}", text):
-            raise DataError(f"{spec}: expected integers for level, size and seed, got {key}={text}")
+            raise DataError(f"{spec}: expected integers for {', '.join(numbers)}, got {key}={text}")
         numbers[key] = int(text)
     return numbers, style
 
@@ -199,7 +234,7 @@ def _generator(spec: str) -> tuple[dict[str, int], str]:
 def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
     numbers, style = _generator(spec)
     problems = word_problems.generate(split=split, **numbers)
-    return [
+    rows = [
         gsm8k_row(
             each["question"],
             each["answer"],
@@ -211,6 +246,10 @@ def _generated_rows(spec: str, split: str, data_source: str) -> list[PromptRow]:
         )
         for index, each in enumerate(problems)
     ]
+    if numbers["rejected"]:
+        for row, each in zip(rows, problems, strict=True):
+            row.extra_info["rejected"] = each["rejected"]
+    return rows
 
 
 def _count_duplicates(rows: list[PromptRow], spec: str) -> None:

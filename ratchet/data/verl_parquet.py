@@ -15,7 +15,7 @@ from ratchet.data.files import MAX_COLUMNS, MAX_DEPTH, MAX_ROW_BYTES, MAX_VALUES
 from ratchet.data.prompt_rows import PromptRow
 from ratchet.errors import DataError
 
-_MESSAGE = pa.struct([("content", pa.string()), ("role", pa.string())])
+MESSAGE = pa.struct([("content", pa.string()), ("role", pa.string())])
 _ROWS_OF_A_BATCH = 256
 _UNREADABLE = (pa.ArrowException, OSError)
 _REWARD_MODEL = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
@@ -40,7 +40,7 @@ def verl_table(rows: Sequence[PromptRow]) -> pa.Table:
     """
     columns: dict[str, pa.Array] = {
         "data_source": pa.array([row.data_source for row in rows], pa.string()),
-        "prompt": pa.array([row.prompt for row in rows], pa.list_(_MESSAGE)),
+        "prompt": pa.array([row.prompt for row in rows], pa.list_(MESSAGE)),
         "ability": pa.array([row.ability for row in rows], pa.string()),
         "reward_model": pa.array([row.reward_model for row in rows], _REWARD_MODEL),
     }

@@ -249,8 +249,26 @@ def problem(seed: int, level: int, split: str, index: int) -> dict[str, str]:
     return _story_problem(random, level, template, words, first)
 
 
-def generate(*, level: int, size: int, seed: int, split: str) -> list[dict[str, str]]:
-    """The first `size` rows of a set; train and test never share a problem, whatever the seeds."""
+def generate(*, level: int, size: int, seed: int, split: str, rejected: int = 0) -> list[dict[str, str]]:
+    """The first `size` rows of a set; train and test never share a problem, whatever the seeds.
+
+    `rejected=1` adds a third column to each: the answer with a wrong result, in its last step and behind "####".
+    """
     if size < 1:
         raise DataError(f"word problems: expected a size of at least 1, got {size}")
-    return [problem(seed, level, split, index) for index in range(size)]
+    if rejected not in (0, 1):
+        raise DataError(f"word problems: expected rejected=1 or 0, got {rejected}")
+    rows = [problem(seed, level, split, index) for index in range(size)]
+    if not rejected:
+        return rows
+    randoms = (Random(f"{seed}/{level}/{split}/{index}/rejected") for index in range(size))
+    return [{**row, "rejected": _miscounted(row["answer"], random)} for row, random in zip(rows, randoms, strict=True)]
+
+
+def _miscounted(answer: str, random: Random) -> str:
+    steps, _, result = answer.rpartition("\n#### ")
+    *before, last = steps.split("\n")
+    wrong = str(int(result) + random.randint(1, 9))
+    # Where the result is annotated, and said again: "<<3+4=7>>7".
+    last = last.replace(f"={result}>>{result}", f"={wrong}>>{wrong}")
+    return "\n".join([*before, last, f"#### {wrong}"])

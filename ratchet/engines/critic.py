@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.aggregation import LossTotals
 from ratchet.algorithms.value_loss import value_loss
 from ratchet.data.packing import Entries, MicroBatch
 from ratchet.engines.liger import make_faster
@@ -21,8 +20,8 @@ from ratchet.engines.model import torch_dtype
 from ratchet.engines.packed import PackedTokens, score
 from ratchet.engines.process_group import local_device
 from ratchet.engines.scorer import FrozenModel
-from ratchet.engines.sharded import MiniBatch, ShardedTrainer
-from ratchet.engines.training import LossTokens, Share, TrainingSettings, check_columns
+from ratchet.engines.sharded import ShardedTrainer
+from ratchet.engines.training import LossTokens, MiniBatch, Share, TrainingSettings, check_columns
 from ratchet.engines.value_model import ValueModel
 
 
@@ -111,9 +110,9 @@ class CriticTrainer(ShardedTrainer[ValueModel, ValueRow, CriticSettings]):
         return Share(loss, sums | {f"token/{name}": value.detach().double().sum() for name, value in metrics.items()})
 
     def _batch_metrics(
-        self, sums: Mapping[str, float], largest: Mapping[str, float], totals: LossTotals
+        self, sums: Mapping[str, float], largest: Mapping[str, float], batch: MiniBatch[ValueRow]
     ) -> dict[str, float]:
-        return self._token_means(sums, totals) | {"critic/vf_loss": sums["loss"]}
+        return self._token_means(sums, batch.totals) | {"critic/vf_loss": sums["loss"]}
 
     def _summary(self, rows: Sequence[ValueRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
         tokens, cpu = LossTokens.of(rows), torch.device("cpu")

@@ -37,6 +37,7 @@ __all__ = [
     "context_length",
     "decode",
     "end_token_ids",
+    "is_classifier",
     "load_causal_lm",
     "load_config",
     "load_pretrained",
@@ -90,6 +91,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise EngineError(f"configuration in {str(folder)!r} cannot be loaded: {error}") from error
     assert isinstance(config, PreTrainedConfig)
     return config
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether the folder's configuration is a sequence classifier's."""
+    architectures = getattr(load_config(folder), "architectures", None) or [""]
+    return str(architectures[0]).endswith("ForSequenceClassification")
 
 
 def load_causal_lm(

@@ -66,11 +66,17 @@ class TrainerSettings(TrainingSettings):
 
     For rows without behaviour and with the sampler's log-probs.
     """
+    sft_weight: float = 0.0
+    """Share of the loss that SFT rows have beside the sampled ones, which have the rest; 0 for updates without them."""
+    sft_scale: float = 1.0
+    """Factor on the SFT rows' loss: their learning rate over the update's."""
 
     def __post_init__(self) -> None:
         TrainingSettings.__post_init__(self)
         self.check_bounds(0.0, "entropy_coeff", "kl_loss_coef")
-        self.check_above(0.0, "temperature", "importance_threshold")
+        self.check_above(0.0, "temperature", "importance_threshold", "sft_scale")
+        if not 0.0 <= self.sft_weight < 1.0:
+            raise ConfigError(f"expected sft_weight of at least 0 and below 1, got {self.sft_weight}")
         self.loss_entry()
         options = self.loss_options
         if not (options.clip_ratio_low >= 0 and options.clip_ratio_high >= 0):

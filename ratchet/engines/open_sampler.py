@@ -10,11 +10,18 @@ from ratchet.engines.sampler import Sampler
 from ratchet.errors import ConfigError
 
 
-def open_sampler(name: str, model_folder: Path, **settings: Any) -> Sampler:
+def open_sampler(
+    name: str, model_folder: Path, *, dedicated_gpus: int = 0, first_gpu: int = 0, **settings: Any
+) -> Sampler:
     """The sampler called `name` over `model_folder`, with its own `settings` (see HFSampler and VLLMSampler).
 
-    `name` is "hf" or "vllm"; another raises ConfigError.
+    With `dedicated_gpus`, as many processes from GPU `first_gpu` on (see DedicatedSamplers). `name` is "hf" or "vllm";
+    another raises ConfigError.
     """
+    if dedicated_gpus:
+        from ratchet.engines.dedicated_samplers import DedicatedSamplers
+
+        return DedicatedSamplers(name, model_folder, count=dedicated_gpus, first_gpu=first_gpu, settings=settings)
     if name == "hf":
         from ratchet.engines.sampler_hf import HFSampler
 

@@ -6,20 +6,16 @@ a model was trained, so it is done here too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ratchet.data.packing import pack_by_tokens
-from ratchet.engines.model import load_config, load_tokenizer, torch_dtype
-from ratchet.engines.packed import pack
+from ratchet.engines.model import chat_prompt_ids, load_config, load_tokenizer, torch_dtype
 from ratchet.engines.process_group import local_device
 from ratchet.engines.scorer import FrozenModel
-from ratchet.engines.value_model import ValueModel, no_head, read_head
+from ratchet.engines.value_model import ValueModel, judged, last_values, no_head, padding_id, read_head
 from ratchet.errors import DataError, EngineError
 
 
@@ -28,6 +24,40 @@ def check_reward_model(folder: Path) -> None:
     load_tokenizer(folder)
     if read_head(folder, load_config(folder).get_text_config().hidden_size) is None:
         raise EngineError(no_head(folder))
+
+
+def whole_conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The ids of a whole conversation of {"role", "content"} messages as reward models read it.
+
+    Trap: it ends with what the chat template writes last, often a line break behind the token that ends the turn.
+    """
+    text: Any = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+    return _text_ids(tokenizer, text)
+
+
+def conversations_of_a_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Mapping[str, str]],
+    completions: Sequence[Sequence[Mapping[str, str]]],
+) -> tuple[list[int], list[list[int]]]:
+    """The ids of conversations that begin with one prompt: (what all have in common of its ids, the rest of each).
+
+    Together they are those of `whole_conversation_ids`: what a reward model is trained on must end where it judges.
+    Raises DataError where a conversation has nothing beyond what they have in common.
+    """
+    wholes = [whole_conversation_ids(tokenizer, [*prompt, *completion]) for completion in completions]
+    common = [chat_prompt_ids(tokenizer, prompt), *wholes]
+    places = zip(*common, strict=False)
+    length = next((place for place, ids in enumerate(places) if len(set(ids)) > 1), min(map(len, common)))
+    if not length or any(len(ids) == length for ids in wholes):
+        got = f"{length} tokens in common of {', '.join(str(len(ids)) for ids in wholes)}"
+        raise DataError(f"expected conversations that begin with the prompt and go on, got {got}")
+    return wholes[0][:length], [ids[length:] for ids in wholes]
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    encoded: Any = tokenizer(text, add_special_tokens=False)
+    return [int(token_id) for token_id in encoded["input_ids"]]
 
 
 class RewardModel(FrozenModel[ValueModel]):
@@ -56,13 +86,10 @@ class RewardModel(FrozenModel[ValueModel]):
         The head computes in float32. Raises EngineError without a head or a tokenizer with a chat template.
         """
         place = local_device(device)
-        config = load_config(folder)
-        architectures = getattr(config, "architectures", None) or [""]
-        is_classifier = architectures[0].endswith("ForSequenceClassification")
         return cls(
             ValueModel.from_folder(folder, torch_dtype(compute_dtype), device=place, needs_head=True),
             load_tokenizer(folder),
-            padding_id=config.get_text_config().pad_token_id if is_classifier else None,
+            padding_id=padding_id(load_config(folder)),
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             device=place,
         )
@@ -72,33 +99,16 @@ class RewardModel(FrozenModel[ValueModel]):
 
         A text is what a chat template renders, with all its special tokens: none is added.
         """
-        return self._scores([self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+        return self.token_scores([_text_ids(self._tokenizer, text) for text in texts])
 
     def chat_scores(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[float]:
         """One number for each conversation of {"role", "content"} messages, through the model's own chat template."""
-        rendered = [
-            self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
-            for messages in conversations
-        ]
-        return self.scores(rendered)
+        return self.token_scores([whole_conversation_ids(self._tokenizer, messages) for messages in conversations])
 
-    @torch.no_grad()
-    def _scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        judged = [self._without_padding(ids, index) for index, ids in enumerate(sequences)]
-        lengths = [len(ids) for ids in judged]
-        found = [0.0] * len(judged)
-        for places in pack_by_tokens(lengths, self._max_tokens):
-            packed = pack([judged[place] for place in places], [[]] * len(places), None, self._device)
-            last = torch.tensor(list(accumulate(packed.sequence_lengths)), device=self._device) - 1
-            for place, value in zip(places, self._module(replace(packed, predictors=last)).tolist(), strict=True):
-                found[place] = value
-        return found
-
-    def _without_padding(self, ids: Sequence[int], index: int) -> list[int]:
-        """The tokens up to the one that is judged; attention is causal, so that those behind it say nothing."""
-        if not ids:
-            raise DataError(f"expected at least one token, got none in text {index}")
-        length = len(ids)
-        while length > 1 and ids[length - 1] == self._padding_id:
-            length -= 1
-        return list(ids[:length])
+    def token_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """One number for each text as its token ids, in order; raises DataError for an empty one."""
+        for index, ids in enumerate(sequences):
+            if not ids:
+                raise DataError(f"expected at least one token, got none in text {index}")
+        cut = [judged(ids, self._padding_id) for ids in sequences]
+        return last_values(self._module, cut, max_tokens=self._max_tokens, device=self._device)

@@ -7,14 +7,14 @@ forward and backward is a collective. The number of ranks and of micro-batches c
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ratchet.algorithms.aggregation import LossTotals
@@ -24,26 +24,13 @@ from ratchet.engines.optimizer import apply_gradients, global_norm, learning_rat
 from ratchet.engines.packed import PackedModel, PackedTokens, pack
 from ratchet.engines.placement import place_model
 from ratchet.engines.process_group import join_group, leave_group, local_device
-from ratchet.engines.sharding import check_mesh, names_not_finite
+from ratchet.engines.sharding import check_mesh, gather, names_not_finite
 from ratchet.engines.trainer_state import StagedState, StateStaging, load_trainer_state, save_trainer_state
-from ratchet.engines.training import LossTokens, Row, Share, TrainingSettings, merge
+from ratchet.engines.training import AnyRow, LossTokens, MiniBatch, Row, Share, TrainingSettings, merge
 from ratchet.errors import EngineError, NumericsError
 
-AnyRow = TypeVar("AnyRow", bound=Row)
 AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
 AnyModel = TypeVar("AnyModel", bound=PackedModel)
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch(Generic[AnyRow]):
-    """The rows of one optimizer step that have a token in the loss, in order."""
-
-    rows: list[AnyRow]
-    totals: LossTotals
-    step: int
-    epoch: int
-    number: int
-    """From 0 in each epoch, over all mini-batches."""
 
 
 class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
@@ -125,7 +112,7 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         for epoch in range(self.settings.ppo_epochs):
             for number, batch in enumerate(self._mini_batches(rows, step, epoch)):
                 num_mini_batches += 1
-                counts: list[int] = LossTokens.of(batch).counts.tolist()
+                counts = self._loss_tokens(batch)
                 used = [row for row, count in zip(batch, counts, strict=True) if count]
                 # Without tokens in the loss there is no gradient, but AdamW would still decay and drift.
                 if used:
@@ -204,17 +191,21 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
 
     @abstractmethod
     def _batch_metrics(
-        self, sums: Mapping[str, float], largest: Mapping[str, float], totals: LossTotals
+        self, sums: Mapping[str, float], largest: Mapping[str, float], batch: MiniBatch[AnyRow]
     ) -> dict[str, float]:
         """Metrics of a mini-batch, from what the shares of all ranks come to."""
+
+    def _sequences(self, row: AnyRow) -> Sequence[Row]:
+        """What of a row is packed, one after another: the row itself unless it is of several completions."""
+        return (cast(Row, row),)
 
     def _select(self, batch: MiniBatch[AnyRow]) -> Tensor | None:
         """Tokens of a mini-batch to treat differently, bool [N], settled before any of it is trained on."""
         return None
 
     def _summary(self, rows: Sequence[AnyRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Metrics of a step: means over its mini-batches."""
-        return {name: sum(metrics[name] for metrics in done) / len(done) for name in (done[0] if done else ())}
+        """Metrics of a step: means over those of its mini-batches that have them."""
+        return merge(done, _mean)
 
     def _token_means(self, sums: Mapping[str, float], totals: LossTotals) -> dict[str, float]:
         """Metrics of the sums over tokens, whose names begin with "token/"."""
@@ -247,18 +238,26 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         batches = pack_by_count(len(rows), self.settings.mini_batch_size)
         return [[rows[order[place]] for place in batch] for batch in batches]
 
+    def _loss_tokens(self, rows: Sequence[AnyRow]) -> list[int]:
+        """How many tokens of each row are in the loss."""
+        parts = [self._sequences(row) for row in rows]
+        counts = iter(LossTokens.of([sequence for part in parts for sequence in part]).counts.tolist())
+        return [sum(islice(counts, len(part))) for part in parts]
+
     def _micro_batches(self, rows: Sequence[AnyRow]) -> Iterator[tuple[MicroBatch, PackedTokens]]:
         """This rank's micro-batches of a mini-batch; those of all ranks are equal in number."""
         world_size = self._mesh.size()
-        lengths = [len(row.prompt_token_ids) + len(row.completion_token_ids) for row in rows]
+        parts = [self._sequences(row) for row in rows]
+        lengths = [sum(len(one.prompt_token_ids) + len(one.completion_token_ids) for one in part) for part in parts]
         if self.settings.micro_batch_size is not None:
             batches = pack_by_count(len(rows), self.settings.micro_batch_size)
         else:
             batches = pack_by_tokens(lengths, self.settings.max_tokens_per_micro_batch, multiple_of=world_size)
         for places in split_over_ranks(batches, lengths, world_size)[self._mesh.get_rank()]:
-            prompts = [rows[place].prompt_token_ids for place in places]
-            completions = [rows[place].completion_token_ids for place in places]
-            yield places, pack(prompts, completions, [rows[place].loss_mask for place in places], self._device)
+            sequences = [sequence for place in places for sequence in parts[place]]
+            prompts = [sequence.prompt_token_ids for sequence in sequences]
+            completions = [sequence.completion_token_ids for sequence in sequences]
+            yield places, pack(prompts, completions, [sequence.loss_mask for sequence in sequences], self._device)
 
     def _train(self, batch: MiniBatch[AnyRow], rate: float) -> dict[str, float]:
         selection = self._select(batch)
@@ -273,7 +272,7 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
             for name, value in share.largest.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
         norm = global_norm(parameter.grad for _, parameter in self._parameters if parameter.grad is not None)
-        total, most, norm_value = self._gather(sums, largest, norm)
+        total, most, norm_value = gather(sums, largest, norm, self._mesh)
         # What is only measured may be anything: it is told where it is shown (`finite_metrics`).
         if not (math.isfinite(norm_value) and math.isfinite(total["loss"])):
             self._optimizer.zero_grad()
@@ -283,16 +282,9 @@ class ShardedTrainer(ABC, Generic[AnyModel, AnyRow, AnySettings]):
         self._staging.settle()
         apply_gradients(self._optimizer, norm, lr=rate, grad_clip=self.settings.grad_clip)
         self._placement.refresh()
-        return self._batch_metrics(total, most, batch.totals) | {f"{self.role}/grad_norm": norm_value}
+        return self._batch_metrics(total, most, batch) | {f"{self.role}/grad_norm": norm_value}
 
-    def _gather(
-        self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], norm: Tensor
-    ) -> tuple[dict[str, float], dict[str, float], float]:
-        """What the shares of all ranks come to, and the norm; here a mini-batch waits for the device, once."""
-        numbers: list[float] = torch.stack([*sums.values(), *largest.values(), norm]).tolist()
-        mine = (dict(zip(sums, numbers, strict=False)), dict(zip(largest, numbers[len(sums) :], strict=False)))
-        ranks = [mine] * self._mesh.size()
-        if self._mesh.size() > 1:
-            # By name: a rank without a token does not know all of them.
-            distributed.all_gather_object(ranks, mine)
-        return merge([first for first, _ in ranks], sum), merge([second for _, second in ranks], max), numbers[-1]
+
+def _mean(values: Iterable[float]) -> float:
+    given = list(values)
+    return sum(given) / len(given)

@@ -4,7 +4,7 @@ Trap: what is given a mixed precision computes in it from its inputs on; parts t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ratchet.engines.packed import PackedModel
-from ratchet.engines.training import TrainingSettings
+from ratchet.engines.training import TrainingSettings, merge
 from ratchet.errors import ConfigError, EngineError
 
 
@@ -111,3 +111,16 @@ def names_not_finite(parameters: Sequence[tuple[str, nn.Parameter]], mesh: Devic
     if mesh.size() > 1:
         distributed.all_reduce(bad, op=distributed.ReduceOp.MAX)
     return [name for (name, _), is_bad in zip(parameters, bad.tolist(), strict=True) if is_bad]
+
+
+def gather(
+    sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], norm: Tensor, mesh: DeviceMesh
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """What the shares of all ranks come to, and the norm; here a mini-batch waits for the device, once."""
+    numbers: list[float] = torch.stack([*sums.values(), *largest.values(), norm]).tolist()
+    mine = (dict(zip(sums, numbers, strict=False)), dict(zip(largest, numbers[len(sums) :], strict=False)))
+    ranks = [mine] * mesh.size()
+    if mesh.size() > 1:
+        # By name: a rank without a token does not know all of them.
+        distributed.all_gather_object(ranks, mine)
+    return merge([first for first, _ in ranks], sum), merge([second for _, second in ranks], max), numbers[-1]

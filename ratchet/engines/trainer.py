@@ -5,69 +5,81 @@ ranks in the order of the rows, so that what it picks depends neither on ranks n
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from ratchet.algorithms.aggregation import LossTotals
-from ratchet.data.packing import Entries, MicroBatch, flat
-from ratchet.engines.liger import make_faster
-from ratchet.engines.log_probs import PackedLogProbs
-from ratchet.engines.model import load_causal_lm
+from ratchet.data.packing import MicroBatch, flat
 from ratchet.engines.objective import TrainerSettings, TrainRow, check_rows, micro_batch_loss
-from ratchet.engines.packed import PackedTokens, score
-from ratchet.engines.sharded import MiniBatch, ShardedTrainer
-from ratchet.engines.training import LossTokens, Share
+from ratchet.engines.offline_rows import SFTRow
+from ratchet.engines.packed import PackedTokens
+from ratchet.engines.policy_trainer import PolicyTrainer
+from ratchet.engines.sft_trainer import imitation_share
+from ratchet.engines.training import LossTokens, MiniBatch, Row, Share, check_columns
 from ratchet.engines.transfer import to_device
-from ratchet.errors import EngineError
+from ratchet.errors import DataError, EngineError
 
 __all__ = ["TrainRow", "Trainer", "TrainerSettings"]
 
 
-class Trainer(ShardedTrainer[PackedLogProbs, TrainRow, TrainerSettings]):
+class Trainer(PolicyTrainer[TrainRow | SFTRow, TrainerSettings]):
     """A policy with its optimizer. All ranks call every method together, with the same arguments."""
 
-    role = "actor"
+    def update(
+        self, rows: Sequence[TrainRow | SFTRow], *, step: int, sft_rows: Sequence[SFTRow] = ()
+    ) -> dict[str, float]:
+        """Run step `step` as every trainer does, over `rows`, and in the same mini-batches over `sft_rows`.
 
-    def log_probs(
-        self, prompts: Sequence[Entries], completions: Sequence[Entries], *, temperature: float | None = None
-    ) -> list[list[float]]:
-        """Log-probs of every completion token under the current policy, as `Scorer.log_probs` computes them.
-
-        Without a `temperature` they are at the settings'. Raises EngineError for one that is not above 0.
+        With w for `sft_weight`, the loss is (1 - w) times that of the rows plus w * `sft_scale` times the token mean of
+        -log p of the SFT rows' completions, at temperature 1. The SFT rows are dealt out over the mini-batches in their
+        order. Raises DataError for SFT rows without a weight.
         """
-
-        def forward(packed: PackedTokens) -> list[Tensor]:
-            return [self._score(packed, temperature)]
-
-        budget = self.settings.max_tokens_per_micro_batch
-        return score(forward, prompts, completions, max_tokens=budget, device=self._device)[0]
+        return super().update([*rows, *sft_rows], step=step)
 
     @classmethod
-    def _load(cls, model_folder: Path, settings: TrainerSettings, device: torch.device) -> PackedLogProbs:
-        model = load_causal_lm(model_folder, torch.float32, device=device)
-        make_faster(model, settings, device)
-        return PackedLogProbs(model, temperature=settings.temperature)
+    def _temperature(cls, settings: TrainerSettings) -> float:
+        return settings.temperature
 
-    def _check_rows(self, rows: Sequence[TrainRow]) -> None:
-        check_rows(rows, self.settings)
+    def _check_rows(self, rows: Sequence[TrainRow | SFTRow]) -> None:
+        sampled, given = _by_kind(rows)
+        check_rows(sampled, self.settings)
+        check_columns(given, {})
+        if given and not self.settings.sft_weight:
+            raise DataError(f"expected an sft_weight above 0 for {len(given)} SFT rows, got {self.settings.sft_weight}")
 
-    def _select(self, batch: MiniBatch[TrainRow]) -> Tensor | None:
+    def _mini_batches(self, rows: Sequence[TrainRow | SFTRow], step: int, epoch: int) -> list[list[TrainRow | SFTRow]]:
+        sampled, given = _by_kind(rows)
+        batches = super()._mini_batches(sampled, step, epoch)
+        if not given:
+            return batches
+        batches = batches or [[]]
+        ends = [len(given) * number // len(batches) for number in range(len(batches) + 1)]
+        return [[*batch, *given[start:end]] for batch, start, end in zip(batches, ends, ends[1:], strict=False)]
+
+    def _micro_batches(self, rows: Sequence[TrainRow | SFTRow]) -> Iterator[tuple[MicroBatch, PackedTokens]]:
+        # The two kinds share no micro-batch: they may be of different temperatures.
+        sampled, given = _by_kind(rows)
+        yield from super()._micro_batches(sampled)
+        for places, packed in super()._micro_batches(given):
+            yield [len(sampled) + place for place in places], packed
+
+    def _select(self, batch: MiniBatch[TrainRow | SFTRow]) -> Tensor | None:
         select = self.settings.loss_entry().selection()
-        if select is None:
+        rows, _ = _by_kind(batch.rows)
+        if select is None or not rows:
             return None
         # On the CPU, where a generator's draws are the same whatever the device.
         generator = torch.Generator()
         place = f"{self.settings.seed}/{batch.step}/{batch.epoch}/{batch.number}/selection"
         generator.manual_seed(random.Random(place).getrandbits(63))
-        tokens = LossTokens.of(batch.rows)
-        log_probs = self._mini_batch_log_probs(batch.rows, tokens).cpu()
-        given = [row.behaviour_log_probs for row in batch.rows if row.behaviour_log_probs is not None]
+        tokens = LossTokens.of(rows)
+        log_probs = self._mini_batch_log_probs(rows, tokens).cpu()
+        given = [row.behaviour_log_probs for row in rows if row.behaviour_log_probs is not None]
         behaviour = tokens.take(given, log_probs.device) if given else log_probs
-        advantages = tokens.take([row.advantages for row in batch.rows], log_probs.device)
+        advantages = tokens.take([row.advantages for row in rows], log_probs.device)
         selected: Tensor = select(log_probs, behaviour, advantages, self.settings.loss_options, generator)
         if selected.shape != log_probs.shape or selected.dtype != torch.bool:
             got = f"{selected.dtype} {list(selected.shape)}"
@@ -85,22 +97,42 @@ class Trainer(ShardedTrainer[PackedLogProbs, TrainRow, TrainerSettings]):
         return found
 
     def _share(
-        self, packed: PackedTokens, places: MicroBatch, batch: MiniBatch[TrainRow], selection: Tensor | None
+        self, packed: PackedTokens, places: MicroBatch, batch: MiniBatch[TrainRow | SFTRow], selection: Tensor | None
     ) -> Share:
-        needs_entropy = self.settings.entropy_coeff != 0
-        scores = self._module(packed, with_entropy=True, entropy_needs_grad=needs_entropy)
-        if not places:
+        settings = self.settings
+        sampled, given = _by_kind(batch.rows)
+        rows, imitated = _by_kind([batch.rows[place] for place in places])
+        if imitated:
+            log_probs = self._module(packed, temperature=1.0).log_probs
+            share = imitation_share(log_probs, imitated, _totals(given), mode="token-mean", norm_length=None)
+            return share.scaled(settings.sft_weight * settings.sft_scale)
+        scores = self._module(packed, with_entropy=True, entropy_needs_grad=settings.entropy_coeff != 0)
+        if not rows:
             return Share(scores.log_probs.sum())
-        rows = [batch.rows[place] for place in places]
         part = None
         if selection is not None:
-            part = selection[_token_index(LossTokens.of(batch.rows), places, self._device)]
-        has_sampler = any(row.sampler_log_probs is not None for row in batch.rows)
-        return micro_batch_loss(
-            scores.log_probs, scores.entropy, rows, batch.totals, self.settings, part, has_sampler=has_sampler
+            part = selection[_token_index(LossTokens.of(sampled), places, self._device)]
+        totals = _totals(sampled) if given else batch.totals
+        has_sampler = any(row.sampler_log_probs is not None for row in sampled)
+        share = micro_batch_loss(
+            scores.log_probs, scores.entropy, rows, totals, settings, part, has_sampler=has_sampler
         )
+        return share.scaled(1.0 - settings.sft_weight) if settings.sft_weight else share
 
     def _batch_metrics(
+        self, sums: Mapping[str, float], largest: Mapping[str, float], batch: MiniBatch[TrainRow | SFTRow]
+    ) -> dict[str, float]:
+        sampled, given = _by_kind(batch.rows)
+        metrics: dict[str, float] = {}
+        if given:
+            num_tokens = _totals(given).num_tokens
+            metrics |= {"actor/loss": sums["loss"], "actor/sft_loss": sums["nll"] / num_tokens}
+            metrics["actor/sft_tokens"] = float(num_tokens)
+        if sampled:
+            metrics |= self._sampled_metrics(sums, largest, _totals(sampled) if given else batch.totals)
+        return metrics
+
+    def _sampled_metrics(
         self, sums: Mapping[str, float], largest: Mapping[str, float], totals: LossTotals
     ) -> dict[str, float]:
         metrics = self._token_means(sums, totals)
@@ -125,7 +157,7 @@ class Trainer(ShardedTrainer[PackedLogProbs, TrainRow, TrainerSettings]):
             }
         return metrics
 
-    def _summary(self, rows: Sequence[TrainRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
+    def _summary(self, rows: Sequence[TrainRow | SFTRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
         # Only before the first optimizer step is the policy the one that is compared with the sampler's.
         drift = {name: value for name, value in (done[0] if done else {}).items() if name.startswith(_DRIFT)}
         others = [{name: value for name, value in one.items() if not name.startswith(_DRIFT)} for one in done]
@@ -134,11 +166,6 @@ class Trainer(ShardedTrainer[PackedLogProbs, TrainRow, TrainerSettings]):
             metrics["actor/kl_coef"] = self.settings.kl_loss_coef
         num_tokens = sum(len(row.prompt_token_ids) + len(row.completion_token_ids) for row in rows)
         return metrics | {"perf/total_num_tokens": float(num_tokens)}
-
-    @torch.no_grad()
-    def _score(self, packed: PackedTokens, temperature: float | None = None) -> Tensor:
-        log_probs: Tensor = self._module(packed, temperature=temperature).log_probs
-        return log_probs
 
 
 _DRIFT = "training/"
@@ -149,3 +176,12 @@ def _token_index(tokens: LossTokens, places: MicroBatch, device: torch.device) -
     ends = np.cumsum(tokens.counts)
     parts = [np.arange(ends[place] - tokens.counts[place], ends[place]) for place in places]
     return to_device(flat(parts, np.int64), device)
+
+
+def _by_kind(rows: Sequence[TrainRow | SFTRow]) -> tuple[list[TrainRow], list[SFTRow]]:
+    """Those that were sampled and those that are given to imitate."""
+    return [row for row in rows if isinstance(row, TrainRow)], [row for row in rows if isinstance(row, SFTRow)]
+
+
+def _totals(rows: Sequence[Row]) -> LossTotals:
+    return LossTotals.of(LossTokens.of(rows).counts.tolist())

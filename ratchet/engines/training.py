@@ -5,8 +5,8 @@ micro-batches on all ranks add up to the mini-batch's loss exactly.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ class Row(Protocol):
 
     @property
     def loss_mask(self) -> Sequence[bool] | np.ndarray: ...
+
+
+AnyRow = TypeVar("AnyRow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,18 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class MiniBatch(Generic[AnyRow]):
+    """The rows of one optimizer step that have a token in the loss, in order."""
+
+    rows: list[AnyRow]
+    totals: LossTotals
+    step: int
+    epoch: int
+    number: int
+    """From 0 in each epoch, over all mini-batches."""
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """What one micro-batch contributes to its mini-batch."""
 
@@ -113,6 +128,10 @@ class Share:
     """Name -> what adds up over micro-batches and ranks: scalars, float64, without gradient; "loss" among them."""
     largest: dict[str, Tensor] = field(default_factory=dict)
     """Name -> scalars of which the largest of all is wanted."""
+
+    def scaled(self, factor: float) -> "Share":
+        """The share of a loss that is multiplied by `factor`; what is only measured stays as it is."""
+        return replace(self, loss=self.loss * factor, sums=self.sums | {"loss": self.sums["loss"] * factor})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +166,19 @@ class LossTokens:
         return to_device(self.spread(of_rows.numpy()).astype(np.float32), device)
 
 
-def check_columns(rows: Sequence[Row], columns: Mapping[str, Sequence[Entries | None]]) -> None:
+def check_columns(
+    rows: Sequence[Row], columns: Mapping[str, Sequence[Entries | None]], *, of: str = "completion"
+) -> None:
     """Raise DataError for a column or mask of another length than its row's completion; None is a column not given.
 
-    NumericsError for a number inside the loss mask that is not finite; outside it may stand anything.
+    NumericsError for a number inside the loss mask that is not finite; outside it may stand anything. `of` is what
+    errors call the completion.
     """
     lengths = [len(row.completion_token_ids) for row in rows]
     for name, column in {**columns, "loss_mask": [row.loss_mask for row in rows]}.items():
         for index, (entries, length) in enumerate(zip(column, lengths, strict=True)):
             if entries is not None and len(entries) != length:
-                raise DataError(f"row {index} has {len(entries)} {name} for {length} completion tokens")
+                raise DataError(f"row {index} has {len(entries)} {name} for {length} {of} tokens")
     tokens = LossTokens.of(rows)
     for index, row in enumerate(rows):
         if not len(row.prompt_token_ids) and tokens.counts[index]:

@@ -4,22 +4,26 @@ Trap: a folder may be a policy's, a classifier's or a critic's export, and each 
 backbone is held to the same checks as any model; the head is found by its name, or is 0 where there is none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ratchet.data.packing import Entries, pack_by_tokens
 from ratchet.engines.model import load_config, load_pretrained, weight_files
-from ratchet.engines.packed import PackedModel, PackedTokens
+from ratchet.engines.packed import PackedModel, PackedTokens, pack
 from ratchet.errors import EngineError
 
 HEADS = ("score", "classifier", "v_head.summary", "value_head")
 """Names of a head of one number: of transformers' classifiers, of TRL, of others. Ours are exported as "score"."""
-_OUTPUT_LAYER = "lm_head."
+OUTPUT_LAYER = "lm_head."
+"""What the names of an output layer's weights begin with."""
 
 
 class ValueModel(PackedModel):
@@ -39,7 +43,7 @@ class ValueModel(PackedModel):
         known before training, and they need no seed. Raises EngineError where weights are missing or have other shapes,
         or where `needs_head` and there is none.
         """
-        unused = (_OUTPUT_LAYER, *(f"{name}." for name in HEADS))
+        unused = (OUTPUT_LAYER, *(f"{name}." for name in HEADS))
         backbone = load_pretrained(AutoModel, folder, dtype, device=device, unused=unused)
         head = read_head(folder, backbone.config.get_text_config().hidden_size)
         if head is None and needs_head:
@@ -66,6 +70,45 @@ class ValueModel(PackedModel):
     def float32_modules(self) -> list[nn.Module]:
         """The head: in bfloat16 a value near 1 would be known to 1 in 256."""
         return [self.score]
+
+
+def last_places(packed: PackedTokens) -> PackedTokens:
+    """The same sequences with the last token of each as the predictor: of what is said of a whole text."""
+    lengths = torch.tensor(packed.sequence_lengths, device=packed.input_ids.device)
+    return replace(packed, predictors=lengths.cumsum(0) - 1)
+
+
+@torch.no_grad()
+def last_values(
+    module: ValueModel, sequences: Sequence[Entries], *, max_tokens: int, device: torch.device
+) -> list[float]:
+    """The value at the last token of each sequence, in their order; they are packed by length."""
+    found = [0.0] * len(sequences)
+    for places in pack_by_tokens([len(ids) for ids in sequences], max_tokens):
+        packed = pack([sequences[place] for place in places], [[]] * len(places), None, device)
+        for place, value in zip(places, module(last_places(packed)).tolist(), strict=True):
+            found[place] = value
+    return found
+
+
+def judged(ids: Sequence[int] | np.ndarray, padding: int | None) -> list[int]:
+    """The tokens up to the one that a text is judged at: the last, or the last that is not `padding`, if there is one.
+
+    Attention is causal, so that the tokens behind it say nothing.
+    """
+    length = len(ids)
+    while length > 1 and ids[length - 1] == padding:
+        length -= 1
+    return [int(token_id) for token_id in ids[:length]]
+
+
+def padding_id(config: PreTrainedConfig) -> int | None:
+    """The token that a model of this configuration is not judged at: a classifier's padding; None for others."""
+    architectures = getattr(config, "architectures", None) or [""]
+    if not architectures[0].endswith("ForSequenceClassification"):
+        return None
+    found: int | None = config.get_text_config().pad_token_id
+    return found
 
 
 def no_head(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What grades the completions: Ratchet's rules, a reward model, an HTTP endpoint, a user's own code, or several."""
+"""What grades the completions: Ratchet's rules, a model, an endpoint, a judge, a user's own code, or several."""
 
 from collections.abc import Iterable
 from dataclasses import field
@@ -12,6 +12,7 @@ from ratchet.flow.user_object import StaysHere, Written, name_of, write_down
 _SECTION = "reward_model"
 _HOOK = "custom_reward_function"
 _BUFFER = f"{_SECTION}.overlong_buffer"
+_JUDGE = f"{_SECTION}.judge"
 _LIVE = "<live>"
 """As in ratchet.config.user_code, which is not imported to declare a flow."""
 
@@ -47,6 +48,8 @@ class GSM8KReward(Reward):
 
     name: ClassVar[str] = "rule"
     mode: str = sets(f"{_SECTION}.gsm8k_mode", default="default")
+    rule: str = sets(f"{_SECTION}.rule", default="")
+    """Grade every row by `gsm8k` or `math`, whatever its data_source."""
 
 
 RuleReward = GSM8KReward
@@ -65,18 +68,54 @@ class RewardModel(Reward):
 
 
 @part
-class RewardAPI(Reward):
+class Service(Reward):
+    """What rewards from an endpoint take."""
+
+    concurrency: int = sets(f"{_SECTION}.concurrency", default=32, kw_only=True)
+    """Requests under way at once."""
+    timeout: float = sets(f"{_SECTION}.timeout", default=60.0, kw_only=True)
+    """Seconds for one request."""
+    retries: int = sets(f"{_SECTION}.retries", default=3, kw_only=True)
+    auth_env: str = sets(f"{_SECTION}.auth_env", default="", kw_only=True)
+    """Environment variable with the Authorization header's value; the value itself is in no config."""
+
+
+@part
+class RewardAPI(Service):
     """An HTTP endpoint (docs/rewards.md has the request and the response)."""
 
     name: ClassVar[str] = "api"
     url: str = sets(f"{_SECTION}.url")
     batch_size: int = sets(f"{_SECTION}.batch_size", default=64)
-    concurrency: int = sets(f"{_SECTION}.concurrency", default=32)
-    timeout: float = sets(f"{_SECTION}.timeout", default=60.0)
-    """Seconds for one request."""
-    retries: int = sets(f"{_SECTION}.retries", default=3)
-    auth_env: str = sets(f"{_SECTION}.auth_env", default="")
-    """Environment variable with the Authorization header's value; the value itself is in no config."""
+
+
+@part
+class JudgeReward(Service):
+    """A language model as judge, behind an endpoint that speaks OpenAI's chat completions (docs/rewards.md)."""
+
+    name: ClassVar[str] = "judge"
+    url: str = sets(f"{_JUDGE}.url")
+    """Address of the API, such as http://host:8000/v1."""
+    model: str = sets(f"{_JUDGE}.model", default="")
+    """The name that the endpoint knows the model by."""
+    prompt: str | None = sets(f"{_JUDGE}.prompt", default=None)
+    """What it is asked, with {prompt}, {completion} and {ground_truth}; the config's default where it is not given."""
+    pattern: str | None = sets(f"{_JUDGE}.pattern", default=None, kw_only=True)
+    """Regular expression whose first group is the number; the config's default where it is not given."""
+    scale: tuple[float, float] = sets(f"{_JUDGE}.scale", default=(0.0, 10.0), kw_only=True)
+    """The numbers that become the rewards 0 and 1."""
+    max_tokens: int = sets(f"{_JUDGE}.max_tokens", default=512, kw_only=True)
+    temperature: float = sets(f"{_JUDGE}.temperature", default=0.0, kw_only=True)
+
+    def keys(self, *, given_only: bool = False) -> dict[str, Any]:
+        return {key: value for key, value in super().keys(given_only=given_only).items() if value is not None}
+
+    @classmethod
+    def arguments(cls, value: Any) -> dict[str, Any]:
+        from ratchet.config.rewards import JudgeConfig
+
+        usual, found = JudgeConfig(), super().arguments(value)
+        return found | {name: None for name in ("prompt", "pattern") if found[name] == getattr(usual, name)}
 
 
 class CustomReward(Part):
@@ -173,6 +212,13 @@ class WeightedReward(Reward):
             shared = sorted(one.given & SHARED)
             if shared:
                 raise ConfigError(f"WeightedReward: give {shared[0]} to it, not to {type(one).__name__}")
+        said: dict[str, Any] = {}
+        for one, _ in parts:
+            for key, value in one.keys(given_only=True).items():
+                if said.setdefault(key, value) != value and not key.startswith(_NOT_OF_ONE):
+                    raise ConfigError(
+                        f"WeightedReward: {key} is one for all, and its rewards say {said[key]} and {value}"
+                    )
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "live", next((one.live for one, _ in parts if one.live is not None), None))
 
@@ -180,8 +226,11 @@ class WeightedReward(Reward):
         found = {f"{_SECTION}.weights": {one.name: weight for one, weight in self.parts}}
         shared = {one.metadata.get("key") for one in declared(Reward)}
         for one, _ in self.parts:
-            own = one.keys(given_only=given_only).items()
-            found |= {key: value for key, value in own if key not in shared and not key.startswith(_NOT_OF_ONE)}
+            own, given = one.keys(given_only=given_only), one.keys(given_only=True)
+            for key, value in own.items():
+                is_own = key not in shared and not key.startswith(_NOT_OF_ONE)
+                if is_own and (key in given or key not in found):
+                    found[key] = value
         return super().keys(given_only=given_only) | found
 
     def code(self) -> list[dict[str, str]]:
@@ -203,7 +252,9 @@ class WeightedReward(Reward):
 
 SHARED = frozenset({"num_examine", "overlong_buffer_len", "overlong_penalty_factor"})
 _NOT_OF_ONE = (f"{_SECTION}.type", _BUFFER)
-_KINDS: dict[str, type[Part]] = {one.name: one for one in (GSM8KReward, RewardModel, RewardAPI, CustomReward)}
+_KINDS: dict[str, type[Part]] = {
+    one.name: one for one in (GSM8KReward, RewardModel, RewardAPI, JudgeReward, CustomReward)
+}
 
 
 def as_reward(thing: Any) -> Part:

@@ -17,7 +17,7 @@ _OWN = {"local": "ratchet.grains.runner:LocalRunner", "kubeflow": "pipelines.run
 
 
 class Runner(Protocol):
-    """What a flow asks of the one who runs it. `flow` is an RLDataFlow, `config` what its user added."""
+    """What a flow asks of the one who runs it. `flow` is a DataFlow, `config` what its user added."""
 
     def fit(self, flow: Any, config: Any, **options: Any) -> Any:
         """Train in this process and return the result."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import ConfigError
-from ratchet.flow.data_flow import RLDataFlow
+from ratchet.flow.base import DataFlow
 from ratchet.flow.runners import find_runner
 from ratchet.flow.tree import stop_if_loading
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 class PPOTrainer:
-    """Runs a flow in this process; the algorithm is the flow's parts, PPO or another.
+    """Runs a flow in this process; the algorithm is the flow's parts: PPO, another one, or an
+    objective without rollouts.
 
     Example: PPOTrainer(data_flow=flow, config={"data": {"train_files": "train.parquet"}}).fit(). `config` holds the
     keys that no part sets: nested mappings, the path of a YAML file, or a RunConfig.
     """
 
     def __init__(
-        self, *, data_flow: RLDataFlow, config: "Mapping[str, Any] | str | Path | RunConfig | None" = None
+        self, *, data_flow: DataFlow, config: "Mapping[str, Any] | str | Path | RunConfig | None" = None
     ) -> None:
-        if not isinstance(data_flow, RLDataFlow):
-            raise ConfigError(f"data_flow is {data_flow!r}: expected RLDataFlow(...)")
+        if not isinstance(data_flow, DataFlow):
+            raise ConfigError(f"data_flow is {data_flow!r}: expected RLDataFlow(...) or HybridDataFlow(...)")
         self.data_flow = data_flow
         self._extra = config
         self.config = data_flow.config(config)

@@ -16,17 +16,16 @@ from ratchet import errors
 from ratchet.config import RunConfig, parse_config
 from ratchet.environment import set_defaults, set_log_level
 from ratchet.errors import ConfigError, EngineError, RatchetError
-from ratchet.stages.base import Context, run_stage
-from ratchet.stages.critic_update import CriticUpdate
-from ratchet.stages.policy_update import PolicyUpdate
+from ratchet.stages.base import Context, Stage, run_stage
+from ratchet.stages.graph import step_stage
 from ratchet.stages.residents import Residents
 from ratchet.store.artifacts import scratch
-from ratchet.store.run import Run
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 
 logger = logging.getLogger(__name__)
 
 _FAILURE = "failure.json"
-_UPDATES = {stage.name: stage for stage in (PolicyUpdate(), CriticUpdate())}
+_UPDATES = (POLICY_UPDATE, CRITIC_UPDATE)
 
 
 def processes(config: RunConfig) -> int:
@@ -77,6 +76,13 @@ def _read_failure(folder: Path) -> RatchetError | None:
     return error
 
 
+def _stage(name: str, config: RunConfig) -> Stage:
+    stage = step_stage(name, config)
+    if stage is None:
+        raise ConfigError(f"a step under this config does without {name}")
+    return stage
+
+
 def main() -> None:
     """Run as one of torchrun's processes."""
     set_defaults()
@@ -85,14 +91,14 @@ def main() -> None:
     parser.add_argument("--root", required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--stage", choices=list(_UPDATES), required=True)
+    parser.add_argument("--stage", choices=_UPDATES, required=True)
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--shared-folder", type=Path, required=True)
     arguments = parser.parse_args()
 
     run = Run(arguments.root, arguments.run_id)
     config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}", is_stored=True)
-    residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), _UPDATES[arguments.stage]
+    residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), _stage(arguments.stage, config)
     try:
         if residents.is_main:
             run_stage(stage, run, config, arguments.step, residents)

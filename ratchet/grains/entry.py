@@ -29,10 +29,9 @@ from ratchet.grains.tasks import (
     StepTask,
 )
 from ratchet.stages.base import Context, Stage, as_future
-from ratchet.stages.evaluate import Evaluate
-from ratchet.stages.graph import step_stage, step_stages
+from ratchet.stages.graph import evaluation, step_stage, step_stages
 from ratchet.stages.residents import Residents
-from ratchet.stages.settings import total_steps
+from ratchet.stages.settings import data_role, total_steps
 from ratchet.store import layout
 from ratchet.store.artifacts import scratch
 from ratchet.store.manifest import Artifact, Manifest
@@ -72,13 +71,12 @@ def preflight(task: PreflightTask, *, report: Output | None = None) -> tuple[Any
 
 
 def preprocess(task: PreprocessTask, *, metrics: Output | None = None) -> str:
-    """Commit policy version 0 and the prompts."""
+    """Commit policy version 0, and the prompts or examples."""
     with _session(task) as session:
         loop.prepare(session)
         manifest = session.store_run.require("preprocess/train", None)
-        outputs.write_metrics(
-            metrics, manifest.provenance.metrics | {"rows": float(manifest.output("prompts").rows or 0)}
-        )
+        rows = manifest.output(data_role(session.config)).rows or 0
+        outputs.write_metrics(metrics, manifest.provenance.metrics | {"rows": float(rows)})
         return manifest.content_digest
 
 
@@ -146,7 +144,7 @@ def evaluate(task: EvaluateTask, *, metrics: Output | None = None, report: Outpu
             program.say("trainer.val_before_train is false: the base is not evaluated")
             return ""
         at = {"base": 0, "last": session.total_steps()}.get(task.version)
-        manifest: Manifest = session.run(Evaluate(), _number(task.version) if at is None else at)
+        manifest: Manifest = session.run(evaluation(config), _number(task.version) if at is None else at)
         outputs.write_metrics(metrics, manifest.provenance.metrics)
         outputs.write_report(report, outputs.evaluation_report(session.store_run, manifest))
         return manifest.content_digest

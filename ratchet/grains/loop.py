@@ -11,8 +11,7 @@ from ratchet.grains.session import LostPutError, Session
 from ratchet.stages.base_models import BaseCritic, BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
-from ratchet.stages.graph import step_stages
-from ratchet.stages.preprocess import Preprocess
+from ratchet.stages.graph import data_stages, evaluation, step_stages
 from ratchet.stages.settings import total_steps
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
@@ -32,19 +31,18 @@ MAX_STEPS_AT_STAGE_GRAIN = 20
 
 
 def prepare(session: Session) -> None:
-    """Commit version 0 of the policy (and of the critic, where there is one) and the prompts."""
+    """Commit version 0 of the policy (and of the critic, where there is one) and what the run learns from."""
     session.run(BasePolicy(), 0)
     if session.config.critic_is_needed:
         session.run(BaseCritic(), 0)
-    session.run(Preprocess("train"), None)
-    if session.config.data.val_files:
-        session.run(Preprocess("val"), None)
+    for stage in data_stages(session.config):
+        session.run(stage, None)
 
 
 def evaluate_base(session: Session) -> None:
     """Evaluate policy version 0 if that is wanted."""
     if session.config.data.val_files and session.config.trainer.val_before_train:
-        session.run(Evaluate(), 0)
+        session.run(evaluation(session.config), 0)
 
 
 def plan(session: Session, total: int, steps_per_segment: int, *, most: int = MAX_SEGMENTS) -> list[int]:
@@ -85,7 +83,9 @@ def run_segment(session: Session, start: int, stop: int) -> None:
         before = session.num_committed
         try:
             with session.behind(own_from):
-                start = _run_resident(session, start, stop)
+                reached = _run_resident(session, start, stop)
+            # Not before: a put may turn out to be lost when everything has been computed.
+            start = reached
             if start == stop:
                 return
         except LostPutError as error:
@@ -124,7 +124,7 @@ def _run_resident(session: Session, start: int, stop: int) -> int:
 
 def _evaluate_if_due(session: Session, step: int) -> None:
     if _is_evaluation_due(session, step):
-        session.run(Evaluate(), step)
+        session.run(evaluation(session.config), step)
 
 
 def _is_evaluation_due(session: Session, step: int) -> bool:
@@ -140,8 +140,8 @@ def run_step(session: Session, step: int, *, keep_trainer_state: bool = True) ->
 
 
 def evaluate_last(session: Session) -> Manifest | None:
-    """Evaluate the policy that the last step published, if there are held-out prompts."""
-    return session.run(Evaluate(), session.total_steps()) if session.config.data.val_files else None
+    """Evaluate the policy that the last step published, if anything is held out."""
+    return session.run(evaluation(session.config), session.total_steps()) if session.config.data.val_files else None
 
 
 def export_last(session: Session) -> Manifest:

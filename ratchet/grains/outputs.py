@@ -14,15 +14,16 @@ from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.metrics import mlflow_names
 
 _COLUMNS = {
-    "reward": "critic/score/mean",
-    "length": "response_length/mean",
-    "loss": "actor/pg_loss",
-    "KL": "actor/ppo_kl",
-    "entropy": "actor/entropy",
-    "gradient": "actor/grad_norm",
-    "seconds": "timing_s/step",
+    "reward": ("critic/score/mean",),
+    "length": ("response_length/mean",),
+    "loss": ("actor/pg_loss", "actor/loss"),
+    "accuracy": ("rewards/accuracies",),
+    "KL": ("actor/ppo_kl",),
+    "entropy": ("actor/entropy",),
+    "gradient": ("actor/grad_norm",),
+    "seconds": ("timing_s/step",),
 }
-"""Column of a report -> metric."""
+"""Column of a report -> metrics, of which the first that a step has is shown."""
 
 
 class Output(Protocol):
@@ -99,7 +100,8 @@ def steps_report(run: Run, steps: Iterable[int]) -> list[str]:
     ]
     for step in steps:
         metrics = step_metrics(run, step)
-        cells = [f"{metrics[name]:.4g}" if name in metrics else "" for name in _COLUMNS.values()]
+        found = [next((metrics[name] for name in names if name in metrics), None) for names in _COLUMNS.values()]
+        cells = ["" if value is None else f"{value:.4g}" for value in found]
         update = run.manifest(POLICY_UPDATE, step)
         digest = update.content.outputs["policy"][:12] if update is not None else "not committed"
         lines.append(f"| {step} | {' | '.join(cells)} | `{digest}` |")

@@ -1,7 +1,8 @@
 """Rewards of the user's own: verl's hook for one completion, or anything that is called with a DataProto.
 
 The trap: a user's code may raise anything and return anything. What it raises becomes a DataError that names the rows
-and the function, with the cause chained; what it returns is checked entry by entry (`ratchet.rewards.results`).
+and the function, with the cause chained; what it returns is checked entry by entry (`ratchet.rewards.results`). Where
+it asks a service that fails, it raises EngineError, which says nothing about the completion.
 """
 
 import inspect
@@ -9,11 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.config import RunConfig
-from ratchet.config.user_code import load_all, load_object, read_code
-from ratchet.errors import ConfigError, DataError, NumericsError
+from ratchet.config.user_code import load_all, read_code
+from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
 from ratchet.rewards.data_proto import DataProto, GradeRow, place_of
 from ratchet.rewards.hooks import keyword_call, kind_of, name_of
-from ratchet.rewards.results import RewardResult, as_result, is_sequence, number, to_list, token_result
+from ratchet.rewards.results import (
+    RewardResult,
+    as_result,
+    failed_result,
+    is_sequence,
+    number,
+    to_list,
+    token_result,
+)
 
 
 def load_code(config: RunConfig) -> list[dict[str, str]]:
@@ -29,28 +38,34 @@ def load_code(config: RunConfig) -> list[dict[str, str]]:
     return entries
 
 
-def open_custom(config: RunConfig, entries: Sequence[Mapping[str, str]]) -> "CustomReward":
-    """The reward that custom_reward_function names; `entries` are those of `load_code`."""
-    custom = config.custom_reward_function
-    if not custom.path:
-        raise ConfigError("reward_model.type is custom, but custom_reward_function.path is not set: name a Python file")
-    return CustomReward(load_object(entries, custom.path, custom.name), custom.reward_kwargs)
-
-
 def called(function: Callable[..., Any], *arguments: Any, name: str, where: str) -> Any:
     """Call a user's function; what it raises becomes a DataError that names it and `where`."""
     try:
         return function(*arguments)
-    except (DataError, NumericsError) as error:
+    except (DataError, NumericsError, EngineError) as error:
         raise type(error)(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise DataError(f"{where}: the reward {name} raised {type(error).__name__}: {error}") from error
 
 
+def graded(call: Callable[..., Any], row: GradeRow, *, name: str, excludes: bool = False) -> RewardResult:
+    """What a user's hook says of one completion; with `excludes`, its EngineError marks the row and is not raised."""
+    arguments = (row.data_source, row.completion, row.ground_truth, dict(row.extra_info))
+    try:
+        value = called(call, *arguments, name=name, where=row.place)
+    except EngineError as error:
+        if not excludes:
+            raise
+        return failed_result(str(error))
+    return as_result(value, f"{row.place}: the reward {name}")
+
+
 class CustomReward:
     """A function, class or object as reward; a class is instantiated with `kwargs`, others are called with them."""
 
-    def __init__(self, reward: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reward: Any, kwargs: Mapping[str, Any] | None = None, *, excludes: bool = False) -> None:
+        """`excludes` marks the rows of a hook that raises EngineError; what grades a batch fails as a whole."""
+        self._excludes = excludes
         kwargs = dict(kwargs or {})
         self.name = name_of(reward)
         if inspect.isclass(reward):
@@ -64,12 +79,7 @@ class CustomReward:
         """One result per row, in order."""
         if self.kind == "batch":
             return self._score_batch(rows)
-        return [self._score_row(row) for row in rows]
-
-    def _score_row(self, row: GradeRow) -> RewardResult:
-        arguments = (row.data_source, row.completion, row.ground_truth, dict(row.extra_info))
-        value = called(self._call, *arguments, name=self.name, where=row.place)
-        return as_result(value, f"{row.place}: the reward {self.name}")
+        return [graded(self._call, row, name=self.name, excludes=self._excludes) for row in rows]
 
     def _score_batch(self, rows: Sequence[GradeRow]) -> list[RewardResult]:
         data = DataProto(rows)

@@ -6,90 +6,27 @@ a file that cannot be loaded) is found by `open_grader` and `Grader.check`, befo
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
-from ratchet.algorithms.shaping import overlong_penalty
 from ratchet.config import RunConfig
+from ratchet.config.user_code import load_object
 from ratchet.data.prompt_rows import PromptRow
-from ratchet.errors import ConfigError, DataError
-from ratchet.rewards.custom import CustomReward, called, load_code, open_custom
-from ratchet.rewards.data_proto import DataProto, GradeRow
-from ratchet.rewards.hooks import keyword_call, name_of
+from ratchet.errors import ConfigError, DataError, EngineError
+from ratchet.rewards.custom import CustomReward, called, load_code
+from ratchet.rewards.data_proto import DataProto, GradeRow, place_of
+from ratchet.rewards.hooks import name_of
 from ratchet.rewards.naive_manager import examine
-from ratchet.rewards.registry import Rule, rule_for
-from ratchet.rewards.results import RewardResult, as_result, number
+from ratchet.rewards.parts import NO_GROUND_TRUTH, ModelPart, OpenModel, Part, RulePart
+from ratchet.rewards.registry import Rule, registered_data_sources
+from ratchet.rewards.results import RewardResult, failed_result, number
+from ratchet.rewards.sandbox import SandboxedReward, Worker
+from ratchet.rewards.shaping import Shaping
 
 __all__ = ["DataProto", "GradeRow", "Grader", "RewardResult", "open_grader"]
 
-PARTS = ("rule", "model", "api", "custom")
-OVERLONG = "overlong"
-
-OpenModel = Callable[[str], Any]
-"""Opens a reward model: an object whose `chat_scores(conversations)` gives one float per list of messages."""
-
-
-class Part(Protocol):
-    """One kind of reward."""
-
-    def score(self, rows: Sequence[GradeRow]) -> list[RewardResult]: ...
-
-
-class RulePart:
-    """The rule of each row's data source."""
-
-    def __init__(self, gsm8k_mode: Any) -> None:
-        self._mode = gsm8k_mode
-
-    def rule(self, data_source: str) -> Rule:
-        """The rule; DataError names the nearest where there is none."""
-        return rule_for(data_source, gsm8k_mode=self._mode)
-
-    def score(self, rows: Sequence[GradeRow]) -> list[RewardResult]:
-        calls: dict[str, tuple[Rule, Callable[..., Any]]] = {}
-        results = []
-        for row in rows:
-            if row.data_source not in calls:
-                rule = called(self.rule, row.data_source, name="rule", where=row.place)
-                calls[row.data_source] = (rule, keyword_call(rule.function))
-            rule, call = calls[row.data_source]
-            if rule.needs_ground_truth and row.ground_truth is None:
-                raise DataError(f"{row.place}: {_NO_GROUND_TRUTH.format(row.data_source)}")
-            arguments = (row.data_source, row.completion, row.ground_truth, dict(row.extra_info))
-            value = called(call, *arguments, name=name_of(rule.function), where=row.place)
-            results.append(as_result(value, f"{row.place}: the reward {name_of(rule.function)}"))
-        return results
-
-
-class ModelPart:
-    """A reward model, opened when the first row is graded."""
-
-    def __init__(self, path: str, open_model: OpenModel | None) -> None:
-        if not path:
-            raise ConfigError("reward_model.path is not set: the reward type model needs a hub id or a folder")
-        self._path, self._open_model = path, open_model
-        self._model: Any = None
-
-    def score(self, rows: Sequence[GradeRow]) -> list[RewardResult]:
-        if self._model is None:
-            if self._open_model is None:
-                raise ConfigError(f"{self._path}: nothing was given that opens a reward model")
-            self._model = self._open_model(self._path)
-        conversations = [[*map(dict, row.prompt), {"role": "assistant", "content": row.completion}] for row in rows]
-        scores = self._model.chat_scores(conversations)
-        if len(scores) != len(rows):
-            raise DataError(f"{self._path}: expected {len(rows)} scores, got {len(scores)}")
-        return [
-            RewardResult(number(score, f"{row.place}: the reward model {self._path}"))
-            for row, score in zip(rows, scores, strict=True)
-        ]
-
-
-_NO_GROUND_TRUTH = (
-    "no ground truth, which the rule reward of data_source {!r} compares a completion with. Add a column answer or "
-    "ground_truth; or grade without one, by reward_model.type=model, api or custom; demonstrations and preferences "
-    "(response, chosen, rejected) are for offline objectives"
-)
+PARTS = ("rule", "model", "api", "judge", "custom")
 
 
 class Grader:
@@ -99,11 +36,14 @@ class Grader:
         self,
         parts: Mapping[str, tuple[float, Part]],
         *,
-        overlong: Callable[[int], float] | None = None,
+        shaping: Shaping | None = None,
         num_examine: int = 0,
+        excludes: bool = False,
     ) -> None:
+        """`excludes` marks the rows that a service cannot grade, where they would raise EngineError."""
+        self._excludes = excludes
         self._parts = dict(parts)
-        self._overlong = overlong
+        self._shaping = shaping
         self._num_examine = num_examine
 
     @property
@@ -111,19 +51,20 @@ class Grader:
         """The weight of each part, by name."""
         return {name: weight for name, (weight, _) in self._parts.items()}
 
-    def _rule(self, data_source: str) -> Rule | None:
+    def rule(self, data_source: str) -> Rule | None:
+        """The rule that grades rows of this source, None where no rule does. DataError as `check`."""
         part = self._parts["rule"][1] if "rule" in self._parts else None
         return part.rule(data_source) if isinstance(part, RulePart) else None
 
     def needs_ground_truth(self, data_source: str) -> bool:
         """Whether rows of this source must have a ground truth: only rules compare with one. DataError as `check`."""
-        rule = self._rule(data_source)
+        rule = self.rule(data_source)
         return rule is not None and rule.needs_ground_truth
 
     def check(self, data_sources: Iterable[str]) -> None:
         """DataError for a data source that no rule knows, naming the nearest; sources matter to rules alone."""
         for data_source in sorted(set(data_sources)):
-            self._rule(data_source)
+            self.rule(data_source)
 
     def check_prompts(self, rows: Iterable[PromptRow]) -> None:
         """DataError for the first row that could not be graded, naming its place and the fix.
@@ -135,13 +76,13 @@ class Grader:
         for row in rows:
             where, source = row.where or "a prompt", row.data_source
             if source not in rules:
-                rules[source] = called(self._rule, source, name="rule", where=where)
+                rules[source] = called(self.rule, source, name="rule", where=where)
             rule = rules[source]
             if rule is None:
                 continue
             ground_truth = row.reward_model.get("ground_truth")
             if ground_truth is None and rule.needs_ground_truth:
-                raise DataError(f"{where}: {_NO_GROUND_TRUTH.format(source)}")
+                raise DataError(f"{where}: {NO_GROUND_TRUTH.format(source)}")
             if ground_truth is not None and rule.check_ground_truth is not None:
                 try:
                     called(rule.check_ground_truth, ground_truth, name=name_of(rule.function), where=where)
@@ -154,15 +95,17 @@ class Grader:
     def grade(self, rows: Sequence[GradeRow], *, shaping: bool = True) -> list[RewardResult]:
         """One result per row, in the rows' order. DataError, NumericsError or EngineError name the row.
 
-        `shaping=False` leaves the overlong penalty out, as for an evaluation.
+        `shaping=False` leaves out what is added for form and length, as for an evaluation, and excludes nothing:
+        accuracies over different rows cannot be compared.
         """
         if not rows:
             return []
-        scored = {name: part.score(rows) for name, (_, part) in self._parts.items()}
+        scored = {name: self._scored(name, part, rows) for name, (_, part) in self._parts.items()}
         results = []
         for index, row in enumerate(rows):
-            penalty = self._overlong(len(row.completion_token_ids)) if self._overlong and shaping else None
-            results.append(self._combined(row, {name: column[index] for name, column in scored.items()}, penalty))
+            shaped = self._shaping.of(row) if self._shaping is not None and shaping else {}
+            results.append(self._combined(row, {name: column[index] for name, column in scored.items()}, shaped))
+        _check_failures(rows, results, excludes=self._excludes and shaping)
         if self._num_examine > 0:
             examine(rows, results, self._num_examine)
         return results
@@ -174,12 +117,28 @@ class Grader:
             if close is not None:
                 close()
 
-    def _combined(self, row: GradeRow, scored: Mapping[str, RewardResult], penalty: float | None) -> RewardResult:
+    def _scored(self, name: str, part: Part, rows: Sequence[GradeRow]) -> list[RewardResult]:
+        try:
+            results = part.score(rows)
+        except EngineError as error:
+            if not self._excludes:
+                raise
+            results = [failed_result(str(error))] * len(rows)
+        if len(results) != len(rows):
+            raise DataError(f"{place_of(rows)}: expected {len(rows)} results of the {name} reward, got {len(results)}")
+        return results
+
+    def _combined(
+        self, row: GradeRow, scored: Mapping[str, RewardResult], shaped: Mapping[str, tuple[float, float]]
+    ) -> RewardResult:
+        failures = [f"{name}: {result.error}" for name, result in scored.items() if result.is_failed]
+        if failures:
+            known = {name: result.reward for name, result in scored.items() if not result.is_failed}
+            return failed_result("; ".join(failures), known)
+        added = math.fsum(weight * value for weight, value in shaped.values())
         weighted = [self._parts[name][0] * result.reward for name, result in scored.items()]
         breakdown = {name: result.reward for name, result in scored.items()}
-        if penalty is not None:
-            weighted.append(penalty)
-            breakdown[OVERLONG] = penalty
+        breakdown |= {name: value for name, (_, value) in shaped.items()}
         for name, result in scored.items():
             for key, value in result.breakdown.items():
                 if key in breakdown:
@@ -190,17 +149,15 @@ class Grader:
                 breakdown[key] = number(value, f"{row.place}: the {name} reward, {key}")
         errors = [result.error for result in scored.values() if result.error is not None]
         return RewardResult(
-            number(math.fsum(weighted), row.place),
+            number(math.fsum([*weighted, added]), row.place),
             breakdown,
             extracted=next((result.extracted for result in scored.values() if result.extracted is not None), None),
             is_parseable=all(result.is_parseable for result in scored.values()),
             error="; ".join(errors) or None,
-            token_rewards=self._token_rewards(row, scored, penalty),
+            token_rewards=self._token_rewards(row, scored, added),
         )
 
-    def _token_rewards(
-        self, row: GradeRow, scored: Mapping[str, RewardResult], penalty: float | None
-    ) -> list[float] | None:
+    def _token_rewards(self, row: GradeRow, scored: Mapping[str, RewardResult], shaped: float) -> list[float] | None:
         """The weighted sum by token, None where no part rewards tokens; other parts reward the last one."""
         if all(result.token_rewards is None for result in scored.values()):
             return None
@@ -216,17 +173,20 @@ class Grader:
                 total = [sum_ + weight * own for sum_, own in zip(total, result.token_rewards, strict=True)]
             elif total:
                 total[-1] += weight * result.reward
-        if total and penalty is not None:
-            total[-1] += penalty
+        if total:
+            total[-1] += shaped
         return total
 
 
-def _overlong(config: RunConfig) -> Callable[[int], float] | None:
-    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
-    if not buffer.enable:
-        return None
-    return lambda length: overlong_penalty(
-        length, max_tokens=longest, buffer_tokens=buffer.len, penalty_factor=buffer.penalty_factor
+def _check_failures(rows: Sequence[GradeRow], results: Sequence[RewardResult], *, excludes: bool) -> None:
+    """EngineError for rows that no service graded, where they may not be left out or are all there is."""
+    failed = [(row, result) for row, result in zip(rows, results, strict=True) if result.is_failed]
+    if not failed or (excludes and len(failed) < len(rows)):
+        return
+    row, result = failed[0]
+    hint = "" if excludes else "; reward_model.on_failure=exclude trains on the others"
+    raise EngineError(
+        f"{len(failed)} of {len(rows)} completions could not be graded; {row.place}: {result.error}{hint}"
     )
 
 
@@ -241,23 +201,61 @@ def open_grader(config: RunConfig, *, open_model: OpenModel | None = None, custo
     weights: dict[str, float] = dict(config.reward_weights)
     if custom is not None and "custom" not in weights:
         weights = {"custom": 1.0}
-    opened = {
-        name: (weights[name], _open_part(name, config, open_model, custom, entries))
-        for name in PARTS
-        if name in weights
-    }
-    return Grader(opened, overlong=_overlong(config), num_examine=config.reward_model.num_examine)
+    parts = _Opening(config, open_model, custom, entries)
+    opened = {name: (weights[name], parts.part(name)) for name in PARTS if name in weights}
+    return Grader(
+        opened,
+        shaping=Shaping(config),
+        num_examine=config.reward_model.num_examine,
+        excludes=config.reward_model.on_failure == "exclude",
+    )
 
 
-def _open_part(
-    name: str, config: RunConfig, open_model: OpenModel | None, custom: Any, entries: Sequence[Mapping[str, str]]
-) -> Part:
-    if name == "rule":
-        return RulePart(config.reward_model.gsm8k_mode)
-    if name == "model":
-        return ModelPart(config.reward_model.path, open_model)
-    if name == "api":
-        from ratchet.rewards.http import HttpReward
+class _Opening:
+    """Opens the parts of one grader; those that run a user's code share a process."""
 
-        return HttpReward(config.reward_model)
-    return open_custom(config, entries) if custom is None else CustomReward(custom)
+    def __init__(
+        self, config: RunConfig, open_model: OpenModel | None, live: Any, entries: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._config, self._open_model, self._live, self._entries = config, open_model, live, entries
+        self._excludes = config.reward_model.on_failure == "exclude"
+
+    def part(self, name: str) -> Part:
+        """The reward called `name`."""
+        reward = self._config.reward_model
+        if name == "rule":
+            # A rule that the config names for every row takes the place of registered ones.
+            has_code = bool(self._entries and registered_data_sources() and not reward.rule)
+            worker = self._worker if has_code else None
+            return RulePart(reward.gsm8k_mode, worker, rule=reward.rule, excludes=self._excludes)
+        if name == "model":
+            return ModelPart(reward.path, self._open_model)
+        if name == "api":
+            from ratchet.rewards.http import HttpReward
+
+            return HttpReward(reward)
+        if name == "judge":
+            from ratchet.rewards.judge import JudgePart
+
+            return JudgePart(reward)
+        return self._custom()
+
+    def _custom(self) -> Part:
+        custom = self._config.custom_reward_function
+        if self._live is not None:
+            return CustomReward(self._live, excludes=self._excludes)
+        if not custom.path:
+            raise ConfigError("reward_model.type is custom, but custom_reward_function.path is not set: name a file")
+        if self._worker is not None:
+            return SandboxedReward(self._worker)
+        found = load_object(self._entries, custom.path, custom.name)
+        return CustomReward(found, custom.reward_kwargs, excludes=self._excludes)
+
+    @cached_property
+    def _worker(self) -> Worker | None:
+        """The process that grades, None where the config wants none."""
+        custom = self._config.custom_reward_function
+        if not custom.sandbox:
+            return None
+        is_custom = self._live is None and "custom" in self._config.reward_weights
+        return Worker(custom, self._entries, custom=is_custom, excludes=self._excludes)

@@ -48,7 +48,7 @@ def examine(
             ("prompt", prompt),
             ("completion", row.completion),
             ("ground_truth", row.ground_truth),
-            ("reward", result.reward),
+            ("reward", f"none, {result.error}" if result.is_failed else result.reward),
             *sorted(result.breakdown.items()),
         ]
         sys.stdout.write("".join(f"[{name}] {_escaped(str(value))}\n" for name, value in lines))

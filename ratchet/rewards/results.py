@@ -28,6 +28,16 @@ class RewardResult:
     token_rewards: list[float] | None = None
     """One entry per completion token where a part rewards tokens, else None. Their sum is the reward, unless there are
     no tokens."""
+    is_failed: bool = False
+    """Whether a service could not grade the completion, which says nothing about it: made by `failed_result`."""
+
+
+def failed_result(error: str, breakdown: Mapping[str, float] | None = None) -> RewardResult:
+    """The result of a completion that could not be graded: a reward of NaN, which nobody takes for a wrong answer.
+
+    `error` says which service failed and how. reward_model.on_failure decides what becomes of the completion.
+    """
+    return RewardResult(math.nan, dict(breakdown or {}), is_parseable=False, error=error, is_failed=True)
 
 
 def _item(value: Any) -> Any:
@@ -104,6 +114,8 @@ def _is_number(value: Any) -> bool:
 def as_result(value: Any, where: str) -> RewardResult:
     """What a function returned for one completion, as a RewardResult: a number, a dict with a score, or a result."""
     if isinstance(value, RewardResult):
+        if value.is_failed:
+            return failed_result(value.error or f"{where} says that it failed", value.breakdown)
         return replace(value, reward=number(value.reward, where))
     if isinstance(value, Mapping):
         return dict_result(value, where)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from ratchet.config import RunConfig
-from ratchet.data import schemas
+from ratchet.data.join import aligned
 from ratchet.data.parquet import write_table
-from ratchet.data.ragged import ragged
 from ratchet.errors import DataError, NumericsError
 from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
 from ratchet.stages.step_rollouts import StepRollouts, read_step
+from ratchet.stages.trajectories import importance_weights, set_aside, trajectories
 from ratchet.store.artifacts import read_bytes, write_bytes
 from ratchet.store.run import Run
 
@@ -60,7 +60,9 @@ class Advantage(Stage):
     def compute(self, context: Context) -> Result:
         import torch
 
-        config, step = context.config, read_step(context)
+        config, whole = context.config, read_step(context)
+        # What was not graded is in no group, no metric and no loss.
+        step = whole.of(whole.is_graded)
         behaviour = _behaviour(step, config)
         metrics, outputs = _penalise(context, step, behaviour)
         weights, loss_mask, corrected = _correction(step, config)
@@ -70,20 +72,24 @@ class Advantage(Stage):
         source = config.behaviour_source
         # The update takes its own: those that are known here are not the ones that it trains against.
         of_update = None if source == "update" else behaviour
-        table = _trajectories(step, rewards, advantages, returns, loss_mask, of_update, source)
-        outputs["trajectories"] = write_table(context.store, f"{context.folder}/trajectories", table)
+        tables = {"trajectories": trajectories(step, rewards, advantages, returns, loss_mask, of_update, source)}
         if weights is not None:
-            columns = {name: step.table[name] for name in schemas.ROLLOUT_KEY}
-            kept = pa.table({**columns, "importance_weights": ragged(weights, step.mask)})
-            outputs["importance_weights"] = write_table(
-                context.store, f"{context.folder}/importance_weights", kept.cast(schemas.IMPORTANCE_WEIGHTS)
-            )
+            tables["importance_weights"] = importance_weights(step, weights)
+        if not bool(whole.is_graded.all()):
+            rest = whole.of(~whole.is_graded)
+            unlearnt = set_aside(rest, None if source == "update" else _behaviour(rest, config), source)
+            tables = {
+                name: aligned(whole.table, pa.concat_tables([own, unlearnt[name]]), name)
+                for name, own in tables.items()
+            }
+        for name, table in tables.items():
+            outputs[name] = write_table(context.store, f"{context.folder}/{name}", table)
         metrics |= corrected | {
             **_summary("critic/rewards", rewards),
             **_summary("critic/advantages", advantages[step.mask]),
             **_summary("critic/returns", returns[step.mask]),
             **(_summary("critic/values", step.values[step.mask]) if step.values is not None else {}),
-            "critic/constant_groups_ratio": _constant_groups_ratio(table),
+            "critic/constant_groups_ratio": _constant_groups_ratio(tables["trajectories"]),
         }
         policy_version = context.inputs["rollouts"].manifest.policy_version
         return Result(outputs=outputs, policy_version=policy_version, metrics=metrics)
@@ -121,33 +127,6 @@ def _estimate(
     if algorithm.whiten_advantages:
         advantages = masked_whiten(advantages, step.mask, compat=algorithm.compat) * step.mask
     return advantages, returns
-
-
-def _trajectories(
-    step: StepRollouts,
-    rewards: "Tensor",
-    advantages: "Tensor",
-    returns: "Tensor",
-    loss_mask: "Tensor",
-    behaviour: "Tensor | None",
-    source: str,
-) -> pa.Table:
-    from ratchet.algorithms.advantage import group_statistics
-
-    mean, std, size = group_statistics(rewards, step.group_index)
-    columns = {
-        **{name: step.table[name] for name in schemas.ROLLOUT_KEY},
-        "advantages": ragged(advantages, step.mask),
-        "returns": ragged(returns, step.mask),
-        "token_rewards": ragged(step.token_rewards, step.mask),
-        "loss_mask": ragged(loss_mask, step.mask),
-        "behaviour_log_probs": pa.nulls(len(rewards)) if behaviour is None else ragged(behaviour, step.mask),
-        "behaviour_source": [source] * len(rewards),
-        "group_reward_mean": mean.numpy(),
-        "group_reward_std": std.numpy(),
-        "group_size": size.numpy(),
-    }
-    return pa.table(columns).cast(schemas.TRAJECTORIES)
 
 
 def _behaviour(step: StepRollouts, config: RunConfig) -> "Tensor | None":
@@ -295,7 +274,8 @@ def _summary(prefix: str, values: "Tensor") -> dict[str, float]:
 
 
 def _constant_groups_ratio(trajectories: pa.Table) -> float:
-    """Share of the groups whose rewards are all equal."""
+    """Share of the groups whose rewards are all equal, of those that have any."""
     group_ids, spreads = (trajectories[name].to_pylist() for name in ("group_id", "group_reward_std"))
-    of_group: dict[str, float] = dict(zip(group_ids, spreads, strict=True))
+    pairs = zip(group_ids, spreads, strict=True)
+    of_group: dict[str, float] = {group_id: spread for group_id, spread in pairs if spread is not None}
     return sum(spread == 0 for spread in of_group.values()) / len(of_group)

@@ -33,8 +33,7 @@ class CopiedModel(Stage):
         folder = resolve_model_folder(self.path(context.config))
         self.check(folder)
         with scratch() as copy:
-            for path in _kept(folder):
-                shutil.copyfile(path, copy / path.name)
+            self.write(context.config, folder, copy)
             artifact = write_folder(context.store, f"{context.folder}/{self.role}", copy)
         return Result(outputs={self.role: artifact}, policy_version=0)
 
@@ -45,12 +44,20 @@ class CopiedModel(Stage):
     def check(self, folder: Path) -> None:
         """Raise where the model cannot be used for its role."""
 
+    def write(self, config: RunConfig, folder: Path, target: Path) -> None:
+        """Write the run's own copy of the model in `folder` to `target`."""
+        for path in _kept(folder):
+            shutil.copyfile(path, target / path.name)
+
 
 class BasePolicy(CopiedModel):
-    """Policy version 0."""
+    """Policy version 0. Of a run that trains a reward model it is a classifier: a causal model gets a head."""
 
     name = POLICY_UPDATE
     role = "policy"
+
+    def keys(self, config: RunConfig) -> tuple[str, ...]:
+        return ("algorithm.objective", "trainer.seed") if _is_reward_model(config) else ()
 
     def path(self, config: RunConfig) -> str:
         path = config.actor_rollout_ref.model.path
@@ -65,6 +72,20 @@ class BasePolicy(CopiedModel):
 
         load_tokenizer(folder)  # a model that cannot be prompted must not become the run's policy
 
+    def write(self, config: RunConfig, folder: Path, target: Path) -> None:
+        if not _is_reward_model(config):
+            super().write(config, folder, target)
+            return
+        from ratchet.engines.classifier_folder import make_classifier_folder
+        from ratchet.engines.model import is_classifier
+        from ratchet.engines.reward_model import check_reward_model
+
+        if is_classifier(folder):
+            check_reward_model(folder)
+            super().write(config, folder, target)
+        else:
+            make_classifier_folder(folder, target, seed=config.trainer.seed)
+
 
 class BaseCritic(CopiedModel):
     """Critic version 0: the backbone; a value head that the folder lacks is added when the critic is opened."""
@@ -74,6 +95,10 @@ class BaseCritic(CopiedModel):
 
     def path(self, config: RunConfig) -> str:
         return config.critic.model.path or BasePolicy().path(config)
+
+
+def _is_reward_model(config: RunConfig) -> bool:
+    return config.algorithm.objective == "reward_model"
 
 
 def model_digest(path: str) -> str | None:

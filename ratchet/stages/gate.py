@@ -14,6 +14,7 @@ from ratchet.errors import ConfigError, NotCommittedError, StoreError
 from ratchet.stages.checkpoint_export import CheckpointExport
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.measurement import Measurement, measurement, newest_config
+from ratchet.stages.settings import data_role
 from ratchet.store.artifacts import is_present
 from ratchet.store.decision import Bars, BaseModel, Decision, Export, Improvement, TrainingData
 from ratchet.store.manifest import digest_of
@@ -76,7 +77,7 @@ def candidate(run: Run, config: RunConfig) -> Candidate:
         base=BaseModel(path=config.actor_rollout_ref.model.path, digest=base.output("policy").digest),
         measurement=measurement(run, config, evaluation),
         data=TrainingData(
-            train=train.output("prompts").digest,
+            train=train.output(data_role(config)).digest,
             source=config.data.train_files or "",
             source_digest=train.content.inputs.get("source", ""),
         ),

@@ -5,12 +5,12 @@ from typing import Any
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
-from ratchet.data.order import steps_per_epoch
 from ratchet.stages.advantage import PROBABILITY_DIFFERENCE
 from ratchet.stages.base import Context, Input, Result, optional_inputs, step_inputs
+from ratchet.stages.example_rows import examples_of, imitated_examples, sft_rows
 from ratchet.stages.recovery import Learner
 from ratchet.stages.settings import trainer_settings
-from ratchet.stages.updates import Update, columns_of
+from ratchet.stages.updates import NUM_TOKENS, Update, columns_of, step_metrics
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 
 _COLUMNS = {
@@ -22,9 +22,9 @@ _COLUMNS = {
 }
 _OF_SAMPLER = {"sampler_log_probs": ("rollouts", schemas.ROLLOUTS)}
 """What the update compares its own log-probs with, where these are the behaviour's."""
+_MIXING_KEYS = ("algorithm.objective", "algorithm.hybrid")
 _WEIGHING_KEYS = tuple(f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
-_TOKENS = "perf/total_num_tokens"
-_EARLIER = ("rollout", "reward", "policy_scores", "reference_scores", "values", "advantage", CRITIC_UPDATE)
+_IMITATED = "sft_examples"
 
 
 class PolicyUpdate(Update):
@@ -51,8 +51,8 @@ class PolicyUpdate(Update):
     )
 
     def keys(self, config: RunConfig) -> tuple[str, ...]:
-        is_weighing = config.behaviour_source == "update"
-        return (*self.config_keys, *_WEIGHING_KEYS) if is_weighing else self.config_keys
+        weighing = _WEIGHING_KEYS if config.behaviour_source == "update" else ()
+        return (*self.config_keys, *weighing, *(_MIXING_KEYS if _is_hybrid(config) else ()))
 
     @property
     def learner(self) -> Learner:
@@ -73,7 +73,10 @@ class PolicyUpdate(Update):
         started = time.time()
         result = super().compute(context)
         if context.residents.is_main:
-            result.metrics |= _step_metrics(context, time.time() - started, result.metrics.get(_TOKENS))
+            if NUM_TOKENS not in result.metrics:
+                columns = columns_of(context.run, context.inputs, {})
+                result.metrics[NUM_TOKENS] = float(sum(len(ids) for column in columns.values() for ids in column))
+            result.metrics |= step_metrics(context, time.time() - started, result.metrics[NUM_TOKENS])
         return result
 
 
@@ -84,6 +87,8 @@ def _read(config: RunConfig) -> tuple[str, ...]:
 
 def _inputs(run: Run, config: RunConfig, step: int) -> dict[str, Input]:
     found = step_inputs(run, _read(config), step)
+    if _is_hybrid(config):
+        found[_IMITATED] = examples_of(run, "sft")
     return found | optional_inputs(run, "advantage", step, ("importance_weights",))
 
 
@@ -96,6 +101,10 @@ def training_rows(run: Run, config: RunConfig, step: int) -> list[Any]:
     return [TrainRow(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
+def _is_hybrid(config: RunConfig) -> bool:
+    return config.algorithm.objective == "hybrid"
+
+
 def _dtype(config: RunConfig) -> str:
     return config.actor_rollout_ref.rollout.dtype
 
@@ -104,30 +113,13 @@ def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, f
     if config.critic_is_needed and step <= config.trainer.critic_warmup:
         trainer.skip(step)
         return {}
-    metrics: dict[str, float] = trainer.update(training_rows(run, config, step), step=step)
+    rows = training_rows(run, config, step)
+    imitated: list[Any] = []
+    if _is_hybrid(config):
+        num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        imitated = sft_rows(imitated_examples(run.store, examples_of(run, "sft"), config, step, num_tokens))
+    metrics: dict[str, float] = trainer.update(rows, step=step, sft_rows=imitated)
     if config.behaviour_source == "policy":
         # Against the policy's own log-probs the difference is 0; the advantage stage knows the sampler's.
         metrics = {name: value for name, value in metrics.items() if not name.startswith(PROBABILITY_DIFFERENCE)}
     return metrics
-
-
-def _step_metrics(context: Context, own_seconds: float, tokens: float | None) -> dict[str, float]:
-    """Counts and seconds of the whole step, as verl names them."""
-    run, config, step = context.run, context.config, context.step
-    assert step is not None
-    earlier = [run.manifest(name, step) for name in _EARLIER]
-    seconds = own_seconds + sum(item.seconds for item in earlier if item)
-    if tokens is None:
-        columns = columns_of(run, _inputs(run, config, step), {})
-        tokens = float(sum(len(ids) for column in columns.values() for ids in column))
-    prompts = run.require("preprocess/train", None).output("prompts").rows or 1
-    per_epoch = steps_per_epoch(prompts, config.data.train_batch_size)
-    processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    return {
-        "training/global_step": float(step),
-        "training/epoch": float((step - 1) // per_epoch),
-        "timing_s/step": seconds,
-        "perf/time_per_step": seconds,
-        _TOKENS: tokens,
-        "perf/throughput": tokens / seconds / processes,
-    }

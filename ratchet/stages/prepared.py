@@ -1,27 +1,27 @@
 """Whether there is anything new to learn: training data and config against the decisions on a champion.
 
-Trap: data are known by the digest of the prompts that a run would commit, never by their place; a place can hold other
+Trap: data are known by the digest of the table that a run would commit, never by their place; a place can hold other
 rows tomorrow, and the same rows may lie at another one.
 """
 
 from ratchet.config import RunConfig, semantic
 from ratchet.stages.base_models import BasePolicy
-from ratchet.stages.preprocess import Preprocess
+from ratchet.stages.graph import data_stages
 from ratchet.store import champions
 from ratchet.store.decision import Decision
 from ratchet.store.manifest import digest_of
 
 
 def data_digest(root: str, config: RunConfig) -> str:
-    """Return the digest of the training prompts that a run below `root` would commit under this config now.
+    """Return the digest of the training data that a run below `root` would commit under this config now.
 
-    It is the digest of the output `prompts` of such a run's stage preprocess/train. Prompts that a run below `root` has
-    prepared are not prepared again.
+    It is the digest of what such a run's stage preprocess/train puts out. What a run below `root` has prepared is not
+    prepared again.
     """
     from ratchet.engines.model import load_tokenizer, resolve_tokenizer_folder
 
     tokenizer = load_tokenizer(resolve_tokenizer_folder(BasePolicy().path(config)))
-    return Preprocess("train").digest(root, config, tokenizer)
+    return data_stages(config)[0].digest(root, config, tokenizer)
 
 
 def unchanged(root: str, name: str, config: RunConfig) -> Decision | None:

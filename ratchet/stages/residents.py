@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config import RunConfig
+from ratchet.data import schemas
 from ratchet.stages.base import Context, Input
 from ratchet.stages.handshake import check_same_weights, compare_log_probs
 from ratchet.stages.publishing import Publisher
-from ratchet.stages.training_prompts import training_prompts
+from ratchet.stages.run_tables import run_table
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.weights import read_weights
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ratchet.engines.critic import ValueScorer
+    from ratchet.engines.reward_model import RewardModel
     from ratchet.engines.sampler import Sampler
     from ratchet.engines.scorer import Scorer
     from ratchet.rewards.graders import Grader
@@ -64,7 +66,7 @@ class Residents:
         """A local folder that every rank of this node sees, where there are several."""
         self._live_reward = live_reward
         self._sampler: Sampler | None = None
-        self._scorers: dict[str, Scorer | ValueScorer] = {}
+        self._scorers: dict[str, Scorer | ValueScorer | RewardModel] = {}
         self._grader: Grader | None = None
         self._held: dict[str, Place] = {}
         self._publishers: dict[str, Publisher] = {}
@@ -125,7 +127,8 @@ class Residents:
     def rest_sampler(self) -> None:
         """Let the sampler give its memory to the update, where the config says so and it does not sample meanwhile."""
         rollout = self.config.actor_rollout_ref.rollout
-        if self._sampler is None or not rollout.free_cache_engine or self.config.trainer.async_level:
+        is_shared = not (self.config.trainer.async_level or rollout.dedicated_gpus)
+        if self._sampler is None or not rollout.free_cache_engine or not is_shared:
             return
         self._sampler.sleep()
         if rollout.sleep_level == 2:
@@ -145,7 +148,7 @@ class Residents:
             from ratchet.engines.model import chat_prompt_ids
 
             prompts = self.run.require("preprocess/train", None).output("prompts")
-            first = training_prompts(self.run.store, prompts)["prompt"][0].as_py()
+            first = run_table(self.run.store, prompts, schemas.PROMPTS)["prompt"][0].as_py()
             self._probe = chat_prompt_ids(self.tokenizer(), first)[:_PROBE_TOKENS]
         return self._probe
 
@@ -167,7 +170,16 @@ class Residents:
         assert isinstance(scorer, ValueScorer)
         return scorer
 
-    def _scorer(self, role: str, weights: Input, open_: Any, settings: Any) -> "Scorer | ValueScorer":
+    def judge(self, policy: Input) -> "RewardModel":
+        """Return the scorer of a run that trains a reward model, with the weights of `policy`."""
+        from ratchet.engines.reward_model import RewardModel
+        from ratchet.stages.settings import judge_settings
+
+        scorer = self._scorer("judge", policy, RewardModel.from_folder, judge_settings)
+        assert isinstance(scorer, RewardModel)
+        return scorer
+
+    def _scorer(self, role: str, weights: Input, open_: Any, settings: Any) -> "Scorer | ValueScorer | RewardModel":
         if role not in self._scorers:
             self._scorers[role] = open_(self.model_folder(weights), **settings(self.config, self.torch_device()))
         elif self._held.get(role) != weights.place:
@@ -180,20 +192,10 @@ class Residents:
         """Return what grades completions."""
         if self._grader is None:
             from ratchet.rewards.graders import open_grader
+            from ratchet.rewards.model_files import open_reward_model
 
-            self._grader = open_grader(self.config, open_model=self._open_reward_model, custom=self._live_reward)
+            self._grader = open_grader(self.config, open_model=open_reward_model(self.config), custom=self._live_reward)
         return self._grader
-
-    def _open_reward_model(self, path: str) -> Any:
-        from ratchet.engines.model import resolve_model_folder
-        from ratchet.engines.reward_model import RewardModel
-
-        return RewardModel.from_folder(
-            resolve_model_folder(path),
-            compute_dtype=self.config.reward_model.dtype,
-            max_tokens_per_micro_batch=self.config.reward_model.max_token_len_per_gpu,
-            device=self.torch_device(),
-        )
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of policy version 0, which is every version's."""

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
@@ -13,7 +14,7 @@ from ratchet.data.join import prompts_by_id
 from ratchet.data.parquet import read_table, table_from_rows, write_table
 from ratchet.stages.base import Context, Input, Result, Stage, optional_inputs, step_inputs
 from ratchet.stages.base_models import model_digest
-from ratchet.stages.training_prompts import training_prompts
+from ratchet.stages.run_tables import run_table
 from ratchet.store.run import Run
 from ratchet.tracking.metrics import summary
 
@@ -52,8 +53,10 @@ class Reward(Stage):
     config_keys = REWARD_KEYS
 
     def keys(self, config: RunConfig) -> tuple[str, ...]:
-        # The penalty on length ends at the limit.
-        is_penalised = config.reward_model.overlong_buffer.enable
+        from ratchet.rewards.shaping import is_penalised_by_length
+
+        # Penalties on length end at the limit.
+        is_penalised = is_penalised_by_length(config)
         return (*self.config_keys, "data.max_response_length") if is_penalised else self.config_keys
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
@@ -86,11 +89,14 @@ class Reward(Stage):
             greedy_samples = read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS)
             greedy, _ = grade_samples(context, _prompts(context), greedy_samples)
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
-        return Result(outputs=outputs, metrics=_metrics(table))
+        metrics = _metrics(table)
+        if context.config.reward_model.on_failure == "exclude":
+            metrics["reward/excluded_ratio"] = table["reward"].null_count / table.num_rows
+        return Result(outputs=outputs, metrics=metrics)
 
 
 def _prompts(context: Context) -> pa.Table:
-    return training_prompts(context.run.store, context.inputs["prompts"].artifact)
+    return run_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
 
 
 def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
@@ -109,7 +115,8 @@ def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tup
         [
             key
             | {
-                "reward": result.reward,
+                # Without one it is no reward of 0: the completion was not graded.
+                "reward": None if result.is_failed else result.reward,
                 "reward_breakdown": sorted(result.breakdown.items()),
                 "extracted": result.extracted,
                 "is_parseable": result.is_parseable,
@@ -151,6 +158,8 @@ def grade_rows(context: Context, rows: "Sequence[GradeRow]", *, shaping: bool = 
 
 
 def _metrics(table: pa.Table) -> dict[str, float]:
+    """Summaries over the completions that were graded."""
+    table = table.filter(pc.is_valid(table["reward"]))
     rewards, parseable = table["reward"].to_pylist(), table["is_parseable"].to_pylist()
     parts: dict[str, list[float]] = {}
     for breakdown in table["reward_breakdown"].to_pylist():

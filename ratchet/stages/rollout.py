@@ -13,8 +13,8 @@ from ratchet.errors import EngineError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.reward import REWARD_KEYS, reward_sources
 from ratchet.stages.rounds import sample_in_rounds
+from ratchet.stages.run_tables import run_table
 from ratchet.stages.settings import greedy_params, rollout_version, sampling_params
-from ratchet.stages.training_prompts import training_prompts
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.metrics import summary
@@ -65,7 +65,7 @@ class Rollout(Stage):
     def compute(self, context: Context) -> Result:
         step, config = context.step, context.config
         assert step is not None
-        prompts = training_prompts(context.run.store, context.inputs["prompts"].artifact)
+        prompts = run_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
         prompt_ids: list[str] = prompts["prompt_id"].to_pylist()
         positions = batch_positions(
             step, prompt_ids, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ratchet.algorithms.shaping import informative_groups
+from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.parquet import table_from_rows
-from ratchet.rewards.graders import OVERLONG
+from ratchet.rewards.shaping import penalties
 from ratchet.stages.base import Context
 from ratchet.stages.reward import grade_samples
 
@@ -97,20 +98,22 @@ def _with_every_row(rewards: pa.Table, token_rewards: pa.Table) -> pa.Table:
 
 
 def _informative(context: Context, rewards: pa.Table) -> list[str]:
-    """Return the groups whose rewards differ, in the order in which they were drawn."""
+    """Return the groups whose rewards differ, in the order in which they were drawn; who has none is not compared."""
+    rewards = rewards.filter(pc.is_valid(rewards["reward"]))
     algorithm = context.config.algorithm
     group_ids = rewards["group_id"].to_pylist()
-    compared = _compared(rewards, algorithm.filter_groups.metric)
+    compared = _compared(rewards, context.config)
     found = informative_groups(group_ids, compared, compat=algorithm.compat)
     return [group_id for group_id in dict.fromkeys(group_ids) if group_id in found]
 
 
-def _compared(rewards: pa.Table, metric: str | None) -> list[float]:
+def _compared(rewards: pa.Table, config: RunConfig) -> list[float]:
     """Return what must differ within a group.
 
     The part of the reward that is called like the metric, where every row has it; otherwise the reward, without the
-    penalty on length unless the metric is a sum.
+    penalties on length unless the metric is a sum.
     """
+    metric = config.algorithm.filter_groups.metric
     parts = [dict(row or ()) for row in rewards["reward_breakdown"].to_pylist()]
     if metric is not None and all(metric in row for row in parts):
         return [row[metric] for row in parts]
@@ -118,4 +121,4 @@ def _compared(rewards: pa.Table, metric: str | None) -> list[float]:
     if metric in ("seq_reward", "seq_final_reward"):
         return values
     # Rounded, since taking away what was added does not give back the last bit.
-    return [round(value - row.get(OVERLONG, 0.0), 9) for value, row in zip(values, parts, strict=True)]
+    return [round(value - penalties(config, row), 9) for value, row in zip(values, parts, strict=True)]

@@ -8,6 +8,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table, write_table
 from ratchet.stages.base import Context, Input, Result, Stage, step_inputs
+from ratchet.stages.example_rows import EXAMPLES_OF_STEP, examples_of, pair_keys, pair_sides, step_examples
 from ratchet.store.run import POLICY_UPDATE, Run
 
 
@@ -56,3 +57,23 @@ class Scores(Stage):
 
     def _with_squares(self, config: RunConfig) -> bool:
         return self.role == "policy" and "sum_pi_squared" in config.advantage_needs
+
+
+class PairScores(Stage):
+    """Score both completions of the step's pairs under the reference, which is version 0; in DPO's graph alone."""
+
+    name = "reference_scores"
+    timing = "ref"
+    config_keys = (*EXAMPLES_OF_STEP, "actor_rollout_ref.actor.fsdp_config.dtype")
+
+    def inputs(self, run: Run, config: RunConfig, step: int | None) -> dict[str, Input]:
+        return {"examples": examples_of(run, "train"), "policy": Input(run.require(POLICY_UPDATE, 0), "policy")}
+
+    def compute(self, context: Context) -> Result:
+        assert context.step is not None
+        examples = step_examples(context.run.store, context.inputs["examples"], context.config, context.step)
+        scorer = context.residents.scorer("reference", context.inputs["policy"])
+        columns = {**pair_keys(examples, context.step), "reference_log_probs": scorer.log_probs(*pair_sides(examples))}
+        table = pa.table(columns, schema=schemas.scores("reference"))
+        artifact = write_table(context.store, f"{context.folder}/{self.name}", table)
+        return Result(outputs={self.name: artifact}, policy_version=0)

@@ -13,15 +13,21 @@ if TYPE_CHECKING:
     from ratchet.engines.critic import CriticSettings
     from ratchet.engines.sampler import SamplingParams
     from ratchet.engines.trainer import TrainerSettings
+    from ratchet.engines.training import TrainingSettings
 
 
 def total_steps(run: Run, config: RunConfig) -> int:
     """Return the steps of the whole run; the training prompts must be committed if the epochs decide."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
-    rows = run.require("preprocess/train", None).output("prompts").rows
+    rows = run.require("preprocess/train", None).output(data_role(config)).rows
     assert rows is not None
     return config.trainer.total_epochs * steps_per_epoch(rows, config.data.train_batch_size)
+
+
+def data_role(config: RunConfig) -> str:
+    """Return what the run's training data are: prompts to sample from, or examples to learn from."""
+    return "examples" if config.is_offline else "prompts"
 
 
 def rollout_version(config: RunConfig, step: int) -> int:
@@ -66,6 +72,10 @@ def sampler_settings(config: RunConfig, device: str) -> dict[str, Any]:
     """Keyword arguments of the sampler that the config names."""
     rollout = config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {"dtype": rollout.dtype, "max_num_seqs": rollout.max_num_seqs}
+    if rollout.dedicated_gpus:
+        # At stage grain nobody trains in the pod that samples.
+        trainers = 0 if config.trainer.grain == "stage" else config.trainer.n_gpus_per_node
+        settings |= {"dedicated_gpus": rollout.dedicated_gpus, "first_gpu": trainers}
     if rollout.name == "hf":
         return settings | {"device": device}
     return settings | {
@@ -84,7 +94,17 @@ def scorer_settings(config: RunConfig, device: str) -> dict[str, Any]:
     """Keyword arguments of a scorer."""
     return {
         "compute_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
-        "temperature": config.actor_rollout_ref.rollout.temperature,
+        # Nothing is sampled offline.
+        "temperature": 1.0 if config.is_offline else config.actor_rollout_ref.rollout.temperature,
+        "max_tokens_per_micro_batch": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        "device": device,
+    }
+
+
+def judge_settings(config: RunConfig, device: str) -> dict[str, Any]:
+    """Keyword arguments of the scorer of a run that trains a reward model."""
+    return {
+        "compute_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
         "max_tokens_per_micro_batch": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
         "device": device,
     }
@@ -105,16 +125,11 @@ def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
     from ratchet.engines.trainer import TrainerSettings
 
     actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
-    model = config.actor_rollout_ref.model
-    targets = model.target_modules
+    hybrid, is_hybrid = config.algorithm.hybrid, config.algorithm.objective == "hybrid"
     return TrainerSettings(
-        **_update_settings(run, config, actor),
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        use_liger=model.use_liger,
-        use_torch_compile=actor.use_torch_compile,
-        lora_rank=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        lora_target_modules=() if isinstance(targets, str) or not model.lora_rank else targets,
+        **_policy_settings(run, config),
+        sft_weight=hybrid.mix_ratio if is_hybrid else 0.0,
+        sft_scale=hybrid.sft_lr / actor.optim.lr if is_hybrid and hybrid.sft_lr is not None else 1.0,
         importance_threshold=_importance_threshold(config),
         policy_loss=loss.loss_mode,
         loss_options=LossOptions(
@@ -136,6 +151,32 @@ def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
         kl_loss_type=actor.kl_loss_type,
         temperature=config.actor_rollout_ref.rollout.temperature,
     )
+
+
+def offline_settings(run: Run, config: RunConfig) -> "TrainingSettings":
+    """What the trainer of an offline objective is told."""
+    # One example a row, and the mean over tokens, or pairs, is the loss.
+    settings = _policy_settings(run, config) | {"loss_agg_mode": "token-mean"}
+    match config.algorithm.objective:
+        case "sft":
+            from ratchet.engines.sft_trainer import SFTSettings
+
+            return SFTSettings(**settings)
+        case "dpo":
+            from ratchet.engines.dpo_trainer import DPOSettings
+
+            dpo = config.algorithm.dpo
+            return DPOSettings(
+                **settings,
+                beta=dpo.beta,
+                loss_type=dpo.loss_type,
+                label_smoothing=dpo.label_smoothing,
+                reference_free=dpo.reference_free,
+                length_normalized=dpo.length_normalized,
+            )
+    from ratchet.engines.reward_trainer import RewardModelSettings
+
+    return RewardModelSettings(**settings)
 
 
 def critic_settings(run: Run, config: RunConfig) -> "CriticSettings":
@@ -160,6 +201,21 @@ def _importance_threshold(config: RunConfig) -> float | None:
     return threshold
 
 
+def _policy_settings(run: Run, config: RunConfig) -> dict[str, Any]:
+    """What every trainer of a policy is told."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    targets = model.target_modules
+    return {
+        **_update_settings(run, config, actor),
+        "gradient_checkpointing": model.enable_gradient_checkpointing,
+        "use_liger": model.use_liger,
+        "use_torch_compile": actor.use_torch_compile,
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_target_modules": () if isinstance(targets, str) or not model.lora_rank else targets,
+    }
+
+
 def _update_settings(run: Run, config: RunConfig, section: "ActorConfig | CriticConfig") -> dict[str, Any]:
     """What both trainers are told."""
     optim, steps = section.optim, total_steps(run, config)
@@ -176,7 +232,7 @@ def _update_settings(run: Run, config: RunConfig, section: "ActorConfig | Critic
         "min_lr_ratio": optim.min_lr_ratio,
         "grad_clip": section.grad_clip,
         "ppo_epochs": section.ppo_epochs,
-        "mini_batch_size": mini_batch * config.actor_rollout_ref.rollout.n,
+        "mini_batch_size": mini_batch * (1 if config.is_offline else config.actor_rollout_ref.rollout.n),
         "shuffle": section.shuffle,
         "max_tokens_per_micro_batch": section.ppo_max_token_len_per_gpu,
         "micro_batch_size": section.ppo_micro_batch_size_per_gpu,

@@ -1,6 +1,7 @@
 """The rollouts of one step with everything that was said of them, joined by key, as padded tensors."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ from ratchet.data import schemas
 from ratchet.data.join import aligned
 from ratchet.data.parquet import read_table
 from ratchet.data.ragged import lengths_of, padded
-from ratchet.errors import DataError, NumericsError
+from ratchet.errors import DataError, EngineError, NumericsError
 from ratchet.stages.base import Context
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ class StepRollouts:
     group_index: "Tensor"
     """int64 [B]."""
     rewards: "Tensor"
-    """float64 [B], as they were graded."""
+    """float64 [B], as they were graded; NaN where they were not."""
+    is_graded: "Tensor"
+    """bool [B]: whether the row has a reward, and what that is compared with."""
     token_rewards: "Tensor"
     """float64 [B, T]: a sum of float32 rewards is not always the reward that a completion without tokens has."""
     reward_parts: "dict[str, Tensor]" = field(default_factory=dict)
@@ -40,10 +43,27 @@ class StepRollouts:
     sum_pi_squared: "Tensor | None" = None
     values: "Tensor | None" = None
 
+    @property
+    def key_columns(self) -> dict[str, pa.ChunkedArray]:
+        """The columns that a table of these rollouts is joined by."""
+        return {name: self.table[name] for name in schemas.ROLLOUT_KEY}
+
     def name(self, row: int) -> str:
         """Return what to call a row in a message."""
         group_id, sample_index = (self.table[name][row].as_py() for name in schemas.ROLLOUT_KEY)
         return f"rollout {group_id}, sample {sample_index}"
+
+    def of(self, is_wanted: "Tensor") -> "StepRollouts":
+        """Return the rows where `is_wanted` (bool [B]) holds, as wide as before."""
+        return StepRollouts(**{one.name: _rows(getattr(self, one.name), is_wanted) for one in fields(self)})
+
+
+def _rows(values: Any, is_wanted: "Tensor") -> Any:
+    if isinstance(values, pa.Table):
+        return values.filter(pa.array(is_wanted.numpy()))
+    if isinstance(values, dict):
+        return {name: column[is_wanted] for name, column in values.items()}
+    return None if values is None else values[is_wanted]
 
 
 def read_step(context: Context) -> StepRollouts:
@@ -56,17 +76,19 @@ def read_step(context: Context) -> StepRollouts:
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     groups: dict[str, int] = {}
     group_ids = rollouts["group_id"].to_pylist()
+    is_graded = torch.tensor(rewards["reward"].is_valid().to_pylist())
     step = StepRollouts(
         table=rollouts,
         mask=mask,
         group_index=torch.tensor([groups.setdefault(group_id, len(groups)) for group_id in group_ids]),
-        rewards=torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64),
+        rewards=torch.tensor(rewards["reward"].fill_null(math.nan).to_pylist(), dtype=torch.float64),
+        is_graded=is_graded,
         token_rewards=torch.zeros(mask.shape, dtype=torch.float64),
         is_sampled=torch.from_numpy(rollouts["sampler_log_probs"].is_valid().to_numpy()),
-        reward_parts=_parts(rewards),
+        reward_parts=_parts(rewards, is_graded),
     )
     _check_finite(step)
-    rows = torch.arange(len(lengths))[lengths > 0]
+    rows = torch.arange(len(lengths))[is_graded & (lengths > 0)]
     step.token_rewards[rows, lengths[rows] - 1] = step.rewards[rows]
     if "token_rewards" in context.inputs:
         _spread(step, aligned(rollouts, _table(context, "token_rewards", schemas.TOKEN_REWARDS), "token_rewards"))
@@ -87,6 +109,9 @@ def read_step(context: Context) -> StepRollouts:
         step.values = padded(aligned(rollouts, _table(context, "values", schemas.VALUES), "values")["values"], mask)
     if "greedy_rewards" in context.inputs:
         step.greedy_rewards = _greedy_rewards(context, group_ids)
+        step.is_graded = is_graded & ~step.greedy_rewards.isnan()
+    if not bool(step.is_graded.any()):
+        raise EngineError(f"step {context.step}: none of its {len(lengths)} rollouts could be graded")
     return step
 
 
@@ -97,17 +122,20 @@ def _table(context: Context, role: str, schema: pa.Schema) -> pa.Table:
 def _check_finite(step: StepRollouts) -> None:
     import torch
 
-    for row in (~torch.isfinite(step.rewards)).nonzero()[:1]:
+    for row in (step.is_graded & ~torch.isfinite(step.rewards)).nonzero()[:1]:
         raise NumericsError(f"{step.name(int(row))}: the reward is {step.rewards[row].item()}")
 
 
-def _parts(rewards: pa.Table) -> "dict[str, Tensor]":
-    """The parts that every row has, as columns."""
+def _parts(rewards: pa.Table, is_graded: "Tensor") -> "dict[str, Tensor]":
+    """The parts that every graded row has, as columns; NaN in other rows."""
     import torch
 
     rows: list[dict[str, float]] = [dict(parts or ()) for parts in rewards["reward_breakdown"].to_pylist()]
-    names = set(rows[0]).intersection(*rows[1:]) if rows else set()
-    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in sorted(names)}
+    graded = [row for row, is_known in zip(rows, is_graded.tolist(), strict=True) if is_known]
+    names = set(graded[0]).intersection(*graded[1:]) if graded else set()
+    return {
+        name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64) for name in sorted(names)
+    }
 
 
 def _spread(step: StepRollouts, table: pa.Table) -> None:
@@ -130,4 +158,5 @@ def _greedy_rewards(context: Context, group_ids: list[str]) -> "Tensor":
     by_group = {row["group_id"]: row["reward"] for row in table}
     if missing := sorted(set(group_ids) - by_group.keys()):
         raise DataError(f"greedy_rewards: no row for {len(missing)} groups; the first is {missing[0]}")
-    return torch.tensor([by_group[group_id] for group_id in group_ids], dtype=torch.float64)
+    rewards = [by_group[group_id] for group_id in group_ids]
+    return torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)

@@ -9,14 +9,19 @@ from typing import Any
 
 from ratchet.data import schemas
 from ratchet.data.join import aligned
+from ratchet.data.order import steps_per_epoch
 from ratchet.data.parquet import read_table
 from ratchet.data.ragged import list_column
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.recovery import Learner, trainer_at
+from ratchet.stages.settings import data_role
 from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import Artifact
-from ratchet.store.run import Run
+from ratchet.store.run import CRITIC_UPDATE, Run
 from ratchet.store.writer import direct
+
+NUM_TOKENS = "perf/total_num_tokens"
+_EARLIER = ("rollout", "reward", "policy_scores", "reference_scores", "values", "advantage", CRITIC_UPDATE)
 
 
 class Update(Stage):
@@ -53,7 +58,7 @@ def _trainer_state(context: Context, trainer: Any) -> "Artifact | Future[Artifac
     def write() -> Artifact:
         with scratch() as folder:
             staged.write(folder)
-            return write_folder(direct(context.store), place, folder)
+            return write_folder(direct(context.store), place, folder, is_given=True)
 
     return context.writer.submit(write)
 
@@ -74,3 +79,22 @@ def columns_of(run: Run, inputs: dict[str, Input], wanted: dict[str, tuple[str, 
             tables[role] = aligned(rollouts, read_table(run.store, inputs[role].artifact, schema), role)
         columns[column] = list_column(tables[role][column])
     return columns
+
+
+def step_metrics(context: Context, own_seconds: float, num_tokens: float) -> dict[str, float]:
+    """Return counts and seconds of the whole step, of which this update is the last stage, as verl names them."""
+    run, config, step = context.run, context.config, context.step
+    assert step is not None
+    earlier = [run.manifest(name, step) for name in _EARLIER]
+    seconds = own_seconds + sum(item.seconds for item in earlier if item)
+    rows = run.require("preprocess/train", None).output(data_role(config)).rows or 1
+    per_epoch = steps_per_epoch(rows, config.data.train_batch_size)
+    processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    return {
+        "training/global_step": float(step),
+        "training/epoch": float((step - 1) // per_epoch),
+        "timing_s/step": seconds,
+        "perf/time_per_step": seconds,
+        NUM_TOKENS: num_tokens,
+        "perf/throughput": num_tokens / seconds / processes,
+    }

@@ -27,13 +27,16 @@ def write_bytes(store: ObjectStore, folder: str, files: Mapping[str, bytes], *, 
     return Artifact(folder=folder, files=tuple(entries), rows=rows)
 
 
-def write_folder(store: ObjectStore, folder: str, source: Path) -> Artifact:
-    """Copy every file below the local folder `source` to `folder` and describe them; symbolic links are followed."""
+def write_folder(store: ObjectStore, folder: str, source: Path, *, is_given: bool = False) -> Artifact:
+    """Copy every file below the local folder `source` to `folder` and describe them; symbolic links are followed.
+
+    Files that are given are the store's from then on: nobody writes to them any more.
+    """
     artifact = describe_folder(folder, source)
     if not artifact.files:
         raise StoreError(f"{source} holds no file to store under {store.uri}/{folder}")
     for entry in artifact.files:
-        store.upload_file(source / entry.path, f"{folder}/{entry.path}")
+        store.upload_file(source / entry.path, f"{folder}/{entry.path}", is_given=is_given)
     return artifact
 
 

@@ -21,7 +21,8 @@ import re
 from ratchet.errors import ConfigError
 
 RUN = "run.json"
-PROMPT_SPLITS = ("train", "val")
+DATA_SPLITS = ("train", "val", "sft")
+"""Folders below `data/`: what is trained on, what is held out, and the examples that a hybrid run imitates beside."""
 CHAMPIONS = "champions"
 PREPARED = "prepared"
 

@@ -87,9 +87,10 @@ class LocalStore(ObjectStore):
             if path.is_file():
                 path.unlink(missing_ok=True)
 
-    def upload_file(self, path: Path, key: str) -> None:
+    def upload_file(self, path: Path, key: str, *, is_given: bool = False) -> None:
         with self._errors("write", key), self._temporary(key) as temporary:
-            shutil.copyfile(path, temporary)
+            if not (is_given and _is_linked(path, temporary)):
+                shutil.copyfile(path, temporary)
             _sync(temporary)
             _replace_durably(temporary, self.path(key))
 
@@ -175,6 +176,15 @@ def _write_durably(path: Path, data: bytes | memoryview) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _is_linked(path: Path, other: Path) -> bool:
+    """Make `other` a second name of the file, and say whether that could be done: on another disk it cannot."""
+    try:
+        os.link(path, other, follow_symlinks=True)
+    except OSError:
+        return False
+    return True
 
 
 def _replace_durably(temporary: Path, path: Path) -> None:

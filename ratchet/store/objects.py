@@ -72,8 +72,11 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Delete the object; deleting one that is not there is no error."""
 
-    def upload_file(self, path: Path, key: str) -> None:
-        """Copy a local file into the store, in parallel parts when it is large."""
+    def upload_file(self, path: Path, key: str, *, is_given: bool = False) -> None:
+        """Copy a local file into the store, in parallel parts when it is large.
+
+        A file that is given is not written to any more: a store on the same disk need not copy it.
+        """
 
     def download_file(self, key: str, path: Path) -> None:
         """Copy an object into a local file, whose folder is made; the file appears whole or not at all."""

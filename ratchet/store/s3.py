@@ -154,7 +154,7 @@ class S3Store(ObjectStore):
                 if _code(error) != "NoSuchKey":
                     raise
 
-    def upload_file(self, path: Path, key: str) -> None:
+    def upload_file(self, path: Path, key: str, *, is_given: bool = False) -> None:
         with self._errors("write", key):
             self._upload(lambda: self._client.upload_file(str(path), self.bucket, self._name(key), Config=TRANSFER))
 

@@ -250,13 +250,18 @@ def _check_decision(chain: Chain, decision: Decision, place: str) -> Iterator[Fa
         manifest = chain.manifests.get(layout.stage_folder(stage, step))
         return {} if manifest is None else manifest.content.inputs | manifest.content.outputs
 
-    evaluated, prompts = committed("evaluate", decision.step), committed("preprocess/train", None)
+    evaluated, trained = committed("evaluate", decision.step), committed("preprocess/train", None)
+    # An objective that learns from examples has others.
+    data, table = ("examples", "evaluations_offline") if "examples" in trained else ("prompts", "evaluations")
     recorded = {
         "the export": (decision.export.digest, committed(champions.EXPORT_STAGE, decision.step).get("export")),
-        "the evaluations": (decision.evaluation.table, evaluated.get("evaluations")),
-        "the held-out prompts": (decision.evaluation.held_out, evaluated.get("prompts")),
-        "the training prompts": (decision.data.train, prompts.get("prompts")),
-        "the training data": (decision.data.source_digest, prompts.get("source", "")),
+        "the evaluations": (
+            decision.evaluation.table,
+            evaluated.get(table),
+        ),
+        "the held-out prompts": (decision.evaluation.held_out, evaluated.get(data)),
+        "the training prompts": (decision.data.train, trained.get(data)),
+        "the training data": (decision.data.source_digest, trained.get("source", "")),
         "the base": (decision.base.digest, committed(POLICY_UPDATE, 0).get("policy")),
         "the config": (decision.config_digest, digest_of(chain.semantic)),
     }

@@ -181,8 +181,8 @@ class QueuedStore(ObjectStore):
     def delete(self, key: str) -> None:
         self.inner.delete(key)
 
-    def upload_file(self, path: Path, key: str) -> None:
-        self.inner.upload_file(path, key)
+    def upload_file(self, path: Path, key: str, *, is_given: bool = False) -> None:
+        self.inner.upload_file(path, key, is_given=is_given)
 
     def download_file(self, key: str, path: Path) -> None:
         if key in self._waiting:

@@ -39,7 +39,7 @@ class Progress:
     def missing(self, run: Run) -> Iterator[Manifest]:
         """Yield the committed manifests that have not arrived, oldest step first."""
         floor = self.floor
-        for split in layout.PROMPT_SPLITS:
+        for split in layout.DATA_SPLITS:
             manifest = run.manifest(f"preprocess/{split}", None)
             if manifest is not None and not self.has(manifest):
                 yield manifest

@@ -8,7 +8,7 @@ from ratchet.data import schemas
 from ratchet.data.join import align
 from ratchet.data.parquet import read_table
 from ratchet.errors import NotCommittedError
-from ratchet.store.run import Run
+from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.metrics import step_line
 
 
@@ -37,10 +37,17 @@ def completion_lines(run: Run, step: int) -> Iterator[str]:
 
 
 def graded_completions(run: Run, step: int) -> list[dict[str, Any]]:
-    """Return the step's rollouts, each with its reward's columns."""
+    """Return the step's rollouts that were graded, each with its reward's columns."""
     if run.manifest("rollout", step) is None:
+        update = run.manifest(POLICY_UPDATE, step)
+        if update is not None and "examples" in update.content.inputs:
+            raise NotCommittedError(
+                f"run {run.uri} learns from examples and samples nothing: there are no completions of step {step} to "
+                f"show; ratchet show {run.uri} shows its metrics"
+            )
         raise NotCommittedError(f"run {run.uri} has no committed rollouts of step {step}")
     rollouts = read_table(run.store, run.require("rollout", step).output("rollouts"), schemas.ROLLOUTS)
     rewards = read_table(run.store, run.require("reward", step).output("rewards"), schemas.REWARDS)
     rows = align(rollouts, rewards, "rewards")
-    return [rollout | reward for rollout, reward in zip(rollouts.to_pylist(), rows, strict=True)]
+    pairs = zip(rollouts.to_pylist(), rows, strict=True)
+    return [rollout | reward for rollout, reward in pairs if reward["reward"] is not None]

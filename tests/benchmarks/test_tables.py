@@ -8,6 +8,8 @@ import pytest
 from benchmarks import tables
 from benchmarks.jobs import Job
 
+BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
+
 
 def measurement(
     system: str = "ratchet", seconds: tuple[float, ...] = (2.0, 4.0, 3.0), *, tokens: int = 600, **job: Any
@@ -78,12 +80,12 @@ def test_seconds_a_token_are_against_the_smallest_batch() -> None:
 
 def test_a_page_gets_the_table_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    tables.write_between_markers(page, "new\n")
-    assert page.read_text() == f"before\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nafter\n"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    tables.write_between_markers(page, "new\n", BEGIN, END)
+    assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     page.write_text("nothing\n")
     with pytest.raises(SystemExit, match="expected the lines"):
-        tables.write_between_markers(page, "new\n")
+        tables.write_between_markers(page, "new\n", BEGIN, END)
 
 
 def test_the_chart_shows_every_system(tmp_path: Path) -> None:

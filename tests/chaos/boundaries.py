@@ -83,12 +83,12 @@ class Probe:
             setattr(LocalStore, name, self._around(getattr(LocalStore, name), key_at, verb))
 
     def _around(self, real: Any, key_at: int, verb: str) -> Any:
-        def wrapped(store: LocalStore, *arguments: Any) -> Any:
+        def wrapped(store: LocalStore, *arguments: Any, **options: Any) -> Any:
             label = verb + self._shown(store.root / arguments[key_at])
             self._come_by(f"{label}, {BEFORE}")
             self._here.writes = label
             try:
-                result = real(store, *arguments)
+                result = real(store, *arguments, **options)
             finally:
                 self._here.writes = None
             self._come_by(f"{label}, {AFTER}")
@@ -113,9 +113,10 @@ class Probe:
             self._strike_halfway(lambda: Path(target).write_bytes(data()[: len(data()) // 2]))
             return copy(source, target)
 
-        def link_and_stay(source: Any, target: Any) -> None:
-            link(source, target)
-            self._come_by(f"{self._here.writes}, {CREATED}")
+        def link_and_stay(source: Any, target: Any, **options: Any) -> None:
+            link(source, target, **options)
+            # A file that is given gets a temporary name in place of a copy; anything else its own.
+            self._come_by(f"{self._here.writes}, {HALF if options else CREATED}")
 
         local._write_durably = write_half
         shutil.copyfile = copy_half  # type: ignore[assignment]

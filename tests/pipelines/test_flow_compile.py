@@ -11,7 +11,20 @@ from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from pipelines import runner
-from ratchet import CustomReward, GAEAdvantage, GRPOAdvantage, HFRollout, RLDataFlow, VLLMRollout
+from ratchet import (
+    CustomReward,
+    DPOPolicyUpdate,
+    GAEAdvantage,
+    GRPOAdvantage,
+    HFRollout,
+    HybridDataFlow,
+    RewardModelUpdate,
+    RLDataFlow,
+    RLTask,
+    SFTPolicyUpdate,
+    SFTTask,
+    VLLMRollout,
+)
 from ratchet.config import parse_text
 from ratchet.errors import ConfigError
 from ratchet.flow.runners import find_runner
@@ -73,6 +86,33 @@ def test_the_same_flow_compiles_to_the_same_bytes(tmp_path: Path) -> None:
 def test_the_graph_and_the_grain_choose_the_pipeline(tmp_path: Path, advantage: Any, grain: str, name: str) -> None:
     path = _flow(advantage=advantage).compile(tmp_path / "flow.yaml", {"trainer": {"grain": grain}})
     assert _ir(path)["pipelineInfo"]["name"] == name
+
+
+def _hybrid(advantage: Any) -> HybridDataFlow:
+    return HybridDataFlow(sft_task=SFTTask("d"), rl_task=RLTask("p", rollout=VLLMRollout("m"), advantage=advantage))
+
+
+@pytest.mark.parametrize(
+    ("flow", "grain", "name"),
+    [
+        (RLDataFlow(policy_update=SFTPolicyUpdate(model="m")), "segment", "ratchet-sft"),
+        (RLDataFlow(policy_update=SFTPolicyUpdate(model="m")), "step", "ratchet-grpo-steps"),
+        (RLDataFlow(policy_update=SFTPolicyUpdate(model="m")), "stage", "ratchet-dpo-stages"),
+        (RLDataFlow(policy_update=DPOPolicyUpdate(0.2, model="m")), "segment", "ratchet-dpo"),
+        (RLDataFlow(policy_update=DPOPolicyUpdate(0.2, model="m")), "stage", "ratchet-dpo-stages"),
+        (RLDataFlow(policy_update=RewardModelUpdate(model="m")), "segment", "ratchet-reward-model"),
+        (_hybrid(GRPOAdvantage()), "segment", "ratchet-hybrid"),
+        (_hybrid(GAEAdvantage()), "segment", "ratchet-hybrid"),
+        (_hybrid(GRPOAdvantage()), "stage", "ratchet-grpo-stages"),
+        (_hybrid(GAEAdvantage()), "stage", "ratchet-ppo-stages"),
+    ],
+)
+def test_the_objective_chooses_the_pipeline_which_holds_the_whole_flow(
+    tmp_path: Path, flow: Any, grain: str, name: str
+) -> None:
+    path = flow.compile(tmp_path / "flow.yaml", {"trainer": {"grain": grain}})
+    assert _ir(path)["pipelineInfo"]["name"] == name
+    assert type(flow).from_config(parse_text(_defaults(path)["config"])) == flow
 
 
 AWKWARD = (

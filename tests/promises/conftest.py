@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.rewards import registry
 from tests.runs import write_problems
-from tests.tiny_models import make_tiny_model, tiny_tokenizer
+from tests.tiny_models import make_tiny_classifier
 
 QUESTIONS = ["How many?", "A baker sells 12 loaves in the morning and 30 in the afternoon. How many is that?"]
 
@@ -41,16 +41,7 @@ def two_questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random sequence classifier of one label."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "classifier", seed=1)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        config = AutoConfig.from_pretrained(folder, num_labels=1)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return make_tiny_classifier(tmp_path_factory.mktemp("models") / "classifier")
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,17 @@ def trajectories(result: Any, step: int = 1) -> list[dict[str, Any]]:
 
 def prompts(result: Any) -> dict[str, dict[str, Any]]:
     """prompt_id -> the row of the training prompts."""
+    return _training_data(result, "prompts", "prompt_id", schemas.PROMPTS)
+
+
+def examples(result: Any) -> dict[str, dict[str, Any]]:
+    """example_id -> the row of the training examples of an offline objective."""
+    return _training_data(result, "examples", "example_id", schemas.EXAMPLES)
+
+
+def _training_data(result: Any, role: str, key: str, schema: Any) -> dict[str, dict[str, Any]]:
     from ratchet.data.parquet import read_table
 
     run = run_of(result)
-    table = read_table(run.store, run.require("preprocess/train", None).output("prompts"), schemas.PROMPTS)
-    return {row["prompt_id"]: row for row in table.to_pylist()}
+    table = read_table(run.store, run.require("preprocess/train", None).output(role), schema)
+    return {row[key]: row for row in table.to_pylist()}

@@ -7,11 +7,20 @@ from typing import Any
 import pandas
 import pytest
 
-from ratchet import FSDPPolicyUpdate, GRPOAdvantage, GSM8KReward, HFRollout, PPOTrainer, RLDataFlow
+from ratchet import (
+    DPOPolicyUpdate,
+    FSDPPolicyUpdate,
+    GRPOAdvantage,
+    GSM8KReward,
+    HFRollout,
+    PPOTrainer,
+    RLDataFlow,
+    SFTPolicyUpdate,
+)
 from ratchet.data.frames import to_training_set
 from ratchet.engines.model import load_tokenizer
 from ratchet.errors import DataError
-from tests.promises.results import prompts, rollouts
+from tests.promises.results import examples, prompts, rollouts
 
 
 def _trainer(model: Path, config: dict[str, Any], reward: Any = None) -> PPOTrainer:
@@ -130,3 +139,58 @@ def test_row_23_the_same_as_a_rules_data(tmp_path: Path, tiny_model: Path, rest:
     config = rest(f"json:{path}", data={"data_source": "openai/gsm8k"})
     result = _trainer(tiny_model, config).fit(run_id="json-rule")
     assert [row["reward_model"]["ground_truth"] for row in prompts(result).values()] == ["42", "43"]
+
+
+ANSWERED = [*TURNS, {"role": "assistant", "content": "43."}]
+SPOKEN = "<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": TURNS, "response": "43."}, {"prompt": TURNS, "chosen": ANSWERED[-1:]}],
+    ids=["prompt,response", "prompt,chosen"],
+)
+def test_row_23_a_demonstration_behind_turns_is_the_last_turn(
+    record: dict[str, Any], tmp_path: Path, tiny_model: Path, rest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lines(tmp_path / "file.jsonl", record, {"prompt": "How many?", "response": "42"})
+    monkeypatch.chdir(tmp_path)
+    flow = RLDataFlow(policy_update=SFTPolicyUpdate(model=str(tiny_model), dtype="float32"))
+    result = PPOTrainer(data_flow=flow, config=rest("json:./file.jsonl")).fit(run_id=f"demonstrations-{[*record][1]}")
+
+    tokenizer: Any = load_tokenizer(tiny_model)
+    first, second = examples(result).values()
+    assert first["prompt"] == TURNS
+    asked = "".join(SPOKEN.format(**message) for message in TURNS) + "<|im_start|>assistant\n"
+    assert tokenizer.decode(first["prompt_token_ids"]) == asked, "the template once, with the system prompt"
+    assert tokenizer.decode(first["chosen_token_ids"]) == "43.<|im_end|>", "and the token that ends the turn"
+    assert all(first["chosen_loss_mask"])
+    assert tokenizer.decode(second["chosen_token_ids"]) == "42<|im_end|>"
+
+
+def test_row_23_of_whole_conversations_every_turn_of_the_assistants_is_learned(
+    tmp_path: Path, tiny_model: Path, rest: Any
+) -> None:
+    path = _lines(tmp_path / "file.jsonl", *[{"messages": ANSWERED}] * 2)
+    flow = RLDataFlow(policy_update=SFTPolicyUpdate(model=str(tiny_model), dtype="float32"))
+    result = PPOTrainer(data_flow=flow, config=rest(path)).fit(run_id="conversations")
+    tokenizer: Any = load_tokenizer(tiny_model)
+    row = examples(result)["train-0000001"]
+    assert row["prompt"] == TURNS[:2]
+    whole = tokenizer.apply_chat_template(ANSWERED, tokenize=False)
+    assert tokenizer.decode(row["prompt_token_ids"] + row["chosen_token_ids"]) + "\n" == whole
+    learned = [token for token, kept in zip(row["chosen_token_ids"], row["chosen_loss_mask"], strict=True) if kept]
+    assert tokenizer.decode(learned) == "42.<|im_end|>43.<|im_end|>"
+
+
+def test_row_23_preferences_may_be_whole_conversations_that_share_their_prompt(
+    tmp_path: Path, tiny_model: Path, rest: Any
+) -> None:
+    other = [*TURNS, {"role": "assistant", "content": "None."}]
+    path = _lines(tmp_path / "file.jsonl", *[{"chosen": ANSWERED, "rejected": other}] * 2)
+    flow = RLDataFlow(policy_update=DPOPolicyUpdate(model=str(tiny_model), dtype="float32", reference_free=True))
+    result = PPOTrainer(data_flow=flow, config=rest(path)).fit(run_id="preferred-conversations")
+    tokenizer: Any = load_tokenizer(tiny_model)
+    row = examples(result)["train-0000000"]
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (TURNS, "43.", "None.")
+    assert tokenizer.decode(row["rejected_token_ids"]) == "None.<|im_end|>"

@@ -203,6 +203,45 @@ def test_row_10_rule_and_model_are_added_with_weights_and_each_is_kept(
     assert by_key.config().reward_model == run_config(result).reward_model
 
 
+MINE = """
+def brevity(data_source, solution_str, ground_truth, extra_info=None):
+    return -len(solution_str) / 10
+"""
+
+
+def test_row_10_parts_and_shaping_are_added_and_each_is_kept_before_its_weight(
+    tmp_path: Path, tiny_model: Path, two_questions: Path, rest: Any
+) -> None:
+    @register_reward("promises/0")
+    @register_reward("promises/1")
+    def rule(solution_str: str, ground_truth: str) -> float:
+        return 1.0
+
+    (tmp_path / "mine.py").write_text(MINE)
+    mix = WeightedReward([(RuleReward(), 2.0), (CustomReward(str(tmp_path / "mine.py"), "brevity"), 0.5)])
+    shaping = {
+        "format": {"pattern": "(?s)e", "weight": 0.25},
+        "length_penalty": {"weight": 0.75, "free_tokens": 4},
+    }
+    result = _fit(tiny_model, mix, rest(two_questions, reward_model=shaping), "shaped")
+    samples = {(row["group_id"], row["sample_index"]): row for row in rollouts(result)}
+    for row in rewards(result):
+        sample = samples[row["group_id"], row["sample_index"]]
+        text, num_tokens = sample["completion"], len(sample["completion_token_ids"])
+        assert row["reward_breakdown"] == pytest.approx(
+            {
+                "rule": 1.0,
+                "custom": -len(text) / 10,
+                "format": float("e" in text),
+                "length_penalty": -max(0, num_tokens - 4) / (MAX_TOKENS - 4),
+            }
+        )
+        parts = row["reward_breakdown"]
+        assert row["reward"] == pytest.approx(
+            2.0 * parts["rule"] + 0.5 * parts["custom"] + 0.25 * parts["format"] + 0.75 * parts["length_penalty"]
+        )
+
+
 def run_config(result: Any) -> Any:
     """The config that a run was submitted with."""
     from ratchet.config import parse_config

@@ -15,7 +15,9 @@ from ratchet import (
     GRPOAdvantage,
     GSM8KReward,
     HFRollout,
+    JudgeReward,
     PPOTrainer,
+    RewardAPI,
     RewardModel,
     RLDataFlow,
     RLOOAdvantage,
@@ -35,7 +37,8 @@ PARTS = [
     VLLMRollout("m"),
     GSM8KReward(overlong_buffer_len=8),
     RewardModel("rm"),
-    flow.RewardAPI("http://host/score"),
+    RewardAPI("http://host/score"),
+    JudgeReward("http://host/v1", "judge"),
     CustomReward("reward.py"),
     WeightedReward([(GSM8KReward(), 1.0), (RewardModel("rm"), 0.5)]),
     *(getattr(flow, name)() for name in flow.__all__ if name.endswith("Advantage") and name != "CustomAdvantage"),
@@ -253,6 +256,20 @@ def test_weighted_rewards_are_laid_side_by_side() -> None:
         WeightedReward([(RewardModel("a"), 1.0), (RewardModel("b"), 1.0)])
     with pytest.raises(ConfigError, match="give num_examine to it, not to GSM8KReward"):
         WeightedReward([(GSM8KReward(num_examine=1), 1.0)])
+
+
+def test_a_judge_and_an_endpoint_share_what_services_have_once() -> None:
+    section = _flow(reward=JudgeReward("http://j/v1", "m", prompt="Is {completion} right?", scale=(1, 5))).config()
+    judge = section.reward_model.judge
+    assert (section.reward_model.type, judge.url, judge.model) == ("judge", "http://j/v1", "m")
+    assert (judge.prompt, judge.scale) == ("Is {completion} right?", (1.0, 5.0))
+    assert judge.pattern == load_config().reward_model.judge.pattern
+    both = WeightedReward([(RewardAPI("http://h", concurrency=8), 1.0), (JudgeReward("http://j", timeout=5.0), 0.5)])
+    found = _flow(reward=both).config().reward_model
+    assert (found.weights, found.concurrency, found.timeout) == ({"api": 1.0, "judge": 0.5}, 8, 5.0)
+    assert RLDataFlow.from_dict(_flow(reward=both).to_dict()) == _flow(reward=both)
+    with pytest.raises(ConfigError, match=r"reward_model\.retries is one for all, and its rewards say 1 and 2"):
+        WeightedReward([(RewardAPI("http://h", retries=1), 1.0), (JudgeReward("http://j", retries=2), 0.5)])
 
 
 def test_a_part_in_the_wrong_place_is_refused() -> None:

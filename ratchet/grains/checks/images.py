@@ -25,7 +25,7 @@ _REFERENCE = re.compile(
 
 def image_findings(config: RunConfig, facts: PipelineFacts) -> Iterator[Finding]:
     """Each pod's image: its form, and whether it has the sampler that the config names."""
-    needs_vllm = config.actor_rollout_ref.rollout.name == "vllm"
+    needs_vllm = config.actor_rollout_ref.rollout.name == "vllm" and not config.is_offline
     if not facts.on_cluster:
         yield from _here(needs_vllm)
         return

@@ -70,7 +70,8 @@ class Pods:
         needed: dict[str, tuple[str, ...]] = {}
         if self._reads_s3() and not _has_credentials(self._facts):
             needed[OBJECT_STORE] = KEYS
-        variable = self._config.reward_model.auth_env if "api" in self._config.reward_weights else ""
+        asks_a_service = not {"api", "judge"}.isdisjoint(self._config.reward_weights)
+        variable = self._config.reward_model.auth_env if asks_a_service else ""
         if variable == REWARD_TOKEN:
             needed[TOKENS] = (REWARD_TOKEN,)
         elif variable and not (self._facts.in_pod and os.environ.get(variable)):

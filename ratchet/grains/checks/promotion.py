@@ -32,7 +32,15 @@ def _asked(config: RunConfig, root: str, facts: PipelineFacts) -> Iterator[Findi
             f"promotion.name is {name}, and data.val_files is not set: without held-out prompts nothing could be "
             "decided once the run is trained; name some, or leave the name (the parameter champion) out",
         )
-    if leaving := _leaves_shares(config):
+    if config.is_offline and not config.needs_pairs:
+        yield Finding(
+            "promotion",
+            "error",
+            f"promotion.name is {name}, and algorithm.objective={config.algorithm.objective} measures a loss on what "
+            "is held out, which is no accuracy that a champion could be compared by; leave the name (the parameter "
+            "champion) out",
+        )
+    if not config.is_offline and (leaving := _leaves_shares(config)):
         yield Finding(
             "promotion",
             "warning",

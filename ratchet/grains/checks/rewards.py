@@ -7,6 +7,7 @@ tried, and only one that gives nothing but 0 to every one of them, and to wrong 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ratchet.config import RunConfig
@@ -15,12 +16,14 @@ from ratchet.errors import ConfigError, DataError, EngineError, NumericsError
 from ratchet.grains.checks.finding import Finding, Level
 from ratchet.rewards.data_proto import GradeRow
 from ratchet.rewards.graders import PARTS, Grader, RewardResult, open_grader
-from ratchet.rewards.registry import rule_for
+from ratchet.rewards.model_files import open_reward_model
 
-MOST = 64
-"""Rows of one data source that are graded."""
-TIMEOUT_S = 5.0
-"""For one answer of an endpoint."""
+MOST, FEW = 64, 4
+"""Rows of one data source that are graded; few where each takes a model."""
+TIMEOUT_S, JUDGE_TIMEOUT_S = 5.0, 30.0
+"""For one answer of an endpoint, and of a judge, which has to write it."""
+_SMALL_BYTES = 2**30
+"""Weights of a reward model that may be loaded for this, on the CPU."""
 
 Phrase = Callable[[str], str]
 
@@ -51,17 +54,17 @@ def spread(sources: Sequence[str], most: int = MOST) -> list[int]:
 def reward_findings(config: RunConfig, rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[Finding]:
     """Grade reference answers of `rows` by each part of the reward; `tokenizer` may be None.
 
-    A reward model is not loaded for this.
+    A reward model is loaded where it is small and a folder here.
     """
-    kinds = [kind for kind in PARTS if kind in config.reward_weights]
-    if "model" in kinds:
-        yield Finding("reward", "unknown", "the reward model is not loaded here, so that nothing was graded by it")
-    chosen = [rows[position] for position in spread([row.data_source for row in rows])]
-    for kind in kinds:
-        if kind == "model":
+    for kind in [kind for kind in PARTS if kind in config.reward_weights]:
+        if kind == "model" and not _is_small_and_here(config.reward_model.path):
+            yield Finding("reward", "unknown", "the reward model is not loaded here, so that nothing was graded by it")
             continue
+        most = FEW if kind in ("model", "judge") else MOST
+        chosen = [rows[position] for position in spread([row.data_source for row in rows], most)]
+        alone = _alone(config, kind)
         try:
-            grader = open_grader(_alone(config, kind))
+            grader = open_grader(alone, open_model=open_reward_model(alone, "cpu"))
         except (ConfigError, DataError) as error:
             yield Finding("reward", "error", str(error))
             continue
@@ -126,10 +129,26 @@ class _Graded:
 def _alone(config: RunConfig, kind: str) -> RunConfig:
     """The config with one part of its reward, which is asked once and answers soon or not at all."""
     reward = config.reward_model
-    quick = {"retries": 0, "timeout": min(reward.timeout, TIMEOUT_S), "num_examine": 0}
+    timeout = min(reward.timeout, JUDGE_TIMEOUT_S if kind == "judge" else TIMEOUT_S)
+    quick = {"retries": 0, "timeout": timeout, "num_examine": 0, "on_failure": "fail"}
     return config.model_copy(
         update={"reward_model": reward.model_copy(update={"weights": {kind: 1.0}, "type": kind, **quick})}
     )
+
+
+def _is_small_and_here(path: str) -> bool:
+    """Whether a reward model can be asked at once; whether it could be loaded at all is checked with the sources."""
+    from ratchet.engines.model_folder import weight_files
+    from ratchet.engines.reward_model import check_reward_model
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return False
+    try:
+        check_reward_model(folder)
+    except (EngineError, DataError):
+        return False
+    return sum(file.stat().st_size for file in weight_files(folder)) <= _SMALL_BYTES
 
 
 def _judged(reward: _Reward, config: RunConfig, rows: Sequence[PromptRow]) -> Finding:
@@ -138,13 +157,13 @@ def _judged(reward: _Reward, config: RunConfig, rows: Sequence[PromptRow]) -> Fi
         # Whether it answers at all shows without a ground truth as well.
         reward.grade(rows[:1], [_WRONG_TEXT])
         return Finding("reward", "unknown", f"{reward.name}: no row has a reference answer that could be graded")
-    own = rule_for(reward.source, gsm8k_mode=config.reward_model.gsm8k_mode) if reward.kind == "rule" else None
+    own = reward.grader.rule(reward.source)
     phrase = own.reference_answer if own is not None else None
     truths = [row.reward_model["ground_truth"] for row in known]
     found: dict[Phrase, _Graded] = {}
     for each in (phrase,) if phrase is not None else _PHRASES:
         found[each] = _graded(reward, known, [each(truth) for truth in truths])
-        if reward.kind == "api" and found[each].mean > 0 and len(found) > 1:
+        if reward.kind in ("api", "judge") and found[each].mean > 0 and len(found) > 1:
             # Each request may cost something.
             break
     best = max(found, key=lambda each: found[each].mean)
@@ -154,7 +173,9 @@ def _judged(reward: _Reward, config: RunConfig, rows: Sequence[PromptRow]) -> Fi
     shown = f"{reward.name} gives reference answers {found[best].mean:.2g} and wrong ones {wrong.mean:.2g} on average"
     if level == "ok":
         return Finding("reward", level, f"{shown} ({len(known)} rows)")
-    return Finding("reward", level, f"{shown}: {said}; {_example(known, found[best])}{_remedy(reward)}")
+    return Finding(
+        "reward", level, f"{shown}: {said}; {_example(known, found[best])}. {_REMEDIES.get(reward.kind, _REMEDY)}"
+    )
 
 
 def _graded(reward: _Reward, rows: Sequence[PromptRow], completions: list[str]) -> _Graded:
@@ -184,13 +205,15 @@ def _example(rows: Sequence[PromptRow], graded: _Graded) -> str:
     )
 
 
-def _remedy(reward: _Reward) -> str:
-    if reward.kind == "rule":
-        return ". Correct the ground truths, the rows' data_source, or the rule (reward_model.gsm8k_mode)"
-    return (
-        ". Correct it or the ground truths; if it wants another form, register it as a rule whose reference_answer "
-        "writes that (docs/rewards.md)"
-    )
+_REMEDIES = {
+    "rule": "Correct the ground truths, the rows' data_source or the rule (reward_model.gsm8k_mode, reward_model.rule)",
+    "model": "It may grade something else than right answers: look at what it rewards by `ratchet score`",
+    "judge": "Correct reward_model.judge.prompt or the ground truths, or ask another judge",
+}
+_REMEDY = (
+    "Correct it or the ground truths; if it wants another form, register it as a rule whose reference_answer writes "
+    "that (docs/rewards.md)"
+)
 
 
 def _outside(reward: _Reward, config: RunConfig) -> Iterator[Finding]:
@@ -215,8 +238,8 @@ def _wrong(truth: str) -> str:
 
 def _unreachable(error: EngineError) -> Finding:
     """An endpoint that is slow may be starting; one that refuses is an error."""
-    import requests  # type: ignore[import-untyped]
+    import aiohttp
 
     cause = error.__cause__
-    is_slow = isinstance(cause, requests.Timeout | TimeoutError) and not isinstance(cause, requests.ConnectTimeout)
+    is_slow = isinstance(cause, TimeoutError) and not isinstance(cause, aiohttp.ConnectionTimeoutError)
     return Finding("reward", "warning" if is_slow else "error", str(error))

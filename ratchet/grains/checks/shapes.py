@@ -52,12 +52,18 @@ def process_findings(config: RunConfig, facts: PipelineFacts) -> Iterator[Findin
 
 def _sampler(config: RunConfig, facts: PipelineFacts) -> Iterator[Finding]:
     rollout = config.actor_rollout_ref.rollout
+    if config.is_offline:
+        return
     places = ["rollout" if facts.grain == "stage" else "segment", *(["evaluate"] if config.data.val_files else [])]
     for place in places:
         if place not in facts.placements:
             continue
         count, key = facts.placements[place].accelerator_count, f"device_map.{place}.accelerator_count"
+        trainers = _num_trainers(config, place)
         needed = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+        if rollout.dedicated_gpus:
+            # At stage grain nobody trains beside them.
+            needed = rollout.dedicated_gpus + (0 if facts.grain == "stage" else config.trainer.n_gpus_per_node)
         if rollout.name == "vllm" and count == 0 and needed == 1 and config.trainer.device != "cpu":
             # Somebody else's image may hold a vLLM that was built for a CPU; the project's do not.
             image = facts.placements[place].image
@@ -73,15 +79,23 @@ def _sampler(config: RunConfig, facts: PipelineFacts) -> Iterator[Finding]:
             yield Finding(
                 "accelerators",
                 "error",
-                f"{_TENSOR_PARALLEL} is {needed}, and {key} is {count}: expected at least one accelerator for each "
-                "part; raise the second or lower the first",
+                f"{_asked(config)}, and {key} is {count}: expected at least {needed} accelerators; raise the latter or "
+                "lower the former",
             )
-        elif count > max(needed, _num_trainers(config, place)):
+        elif count > max(needed, trainers):
             yield Finding(
                 "accelerators",
                 "warning",
-                f"{key} is {count}, and its pods use {max(needed, _num_trainers(config, place))}: the others stay idle",
+                f"{key} is {count}, and its pods use {max(needed, trainers)}: the others stay idle",
             )
+
+
+def _asked(config: RunConfig) -> str:
+    """What asks for more than one accelerator."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.dedicated_gpus:
+        return f"actor_rollout_ref.rollout.dedicated_gpus is {rollout.dedicated_gpus}, beside those that train"
+    return f"{_TENSOR_PARALLEL} is {rollout.tensor_model_parallel_size}"
 
 
 def _num_trainers(config: RunConfig, place: str) -> int:
@@ -130,7 +144,7 @@ def head_findings(config: RunConfig, model_config: Any) -> Iterator[Finding]:
     """vLLM gives each of its parts as many attention heads; key-value heads are split, or copied when they are few."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
-    if rollout.name != "vllm":
+    if rollout.name != "vllm" or config.is_offline:
         return
     text = model_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -154,7 +168,8 @@ def memory_findings(config: RunConfig, facts: PipelineFacts, num_parameters: int
     """
     rollout = config.actor_rollout_ref.rollout
     share = rollout.gpu_memory_utilization
-    if rollout.name == "vllm" and facts.grain != "stage" and share is not None and share > _RESIDENT_SHARE:
+    is_sampling = rollout.name == "vllm" and not config.is_offline
+    if is_sampling and facts.grain != "stage" and share is not None and share > _RESIDENT_SHARE:
         yield Finding(
             "memory",
             "warning",
@@ -178,6 +193,9 @@ def memory_findings(config: RunConfig, facts: PipelineFacts, num_parameters: int
 
 def length_findings(config: RunConfig, context: int | None, longest: int | None) -> Iterator[Finding]:
     """The model's context against prompt and completion; `longest` is the longest prompt, where it is known."""
+    if config.is_offline:
+        yield from _example_lengths(config, context, longest)
+        return
     data, name = config.data, config.actor_rollout_ref.rollout.name
     # vLLM is started for the two limits; the other sampler takes each prompt as it is.
     prompt = longest if name == "hf" and longest is not None else data.max_prompt_length
@@ -194,6 +212,21 @@ def length_findings(config: RunConfig, context: int | None, longest: int | None)
     else:
         total = prompt + data.max_response_length
         yield Finding("context", "ok", f"prompt and completion take {total} tokens of the model's {context}")
+
+
+def _example_lengths(config: RunConfig, context: int | None, longest: int | None) -> Iterator[Finding]:
+    """The model's context against the longest example, or against what the limits let through."""
+    total = config.data.max_prompt_length + config.data.max_response_length if longest is None else longest
+    what = "prompt and completion" if longest is None else "the longest training example"
+    if context is not None and total > context:
+        yield Finding(
+            "context",
+            "error",
+            f"{what} may take {total} tokens, and the model's context has {context}: lower data.max_prompt_length and "
+            "data.max_response_length, and set data.filter_overlong_prompts=true to leave longer examples out",
+        )
+    else:
+        yield Finding("context", "ok", f"{what} may take {total} tokens, which the model's context holds")
 
 
 def step_findings(config: RunConfig, facts: PipelineFacts, *, total: int, last: int) -> Iterator[Finding]:

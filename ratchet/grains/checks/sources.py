@@ -21,11 +21,13 @@ from ratchet.errors import ConfigError, EngineError, RatchetError, StoreUnavaila
 from ratchet.grains.checks.finding import Finding, PipelineFacts
 from ratchet.grains.checks.rewards import spread
 from ratchet.rewards.graders import Grader, open_grader
-from ratchet.stages.preprocess import Preprocess
+from ratchet.stages.data_stage import DataStage, check_batch_size
+from ratchet.stages.examples import Examples, longest_example
+from ratchet.stages.graph import data_stages
 from ratchet.store.artifacts import scratch
 from ratchet.store.run import POLICY_UPDATE, Run
 
-_PROMPTS = "preprocess/train"
+_DATA = "preprocess/train"
 
 
 @dataclass
@@ -40,8 +42,9 @@ class Sources:
     rows: Sequence[PromptRow] | None = None
     """Training prompts, or enough of them to grade their reference answers; None where their reward is refused."""
     num_prompts: int | None = None
+    """Or training examples, where these are learnt from."""
     longest: int | None = None
-    """Tokens of the longest training prompt, where somebody has to know."""
+    """Tokens of the longest training prompt, where somebody has to know, or of the longest example."""
     findings: list[Finding] = field(default_factory=list)
     refusals: list[RatchetError] = field(default_factory=list)
     """The errors behind findings, for who raises the first of them."""
@@ -74,7 +77,8 @@ def named_sources(
     found = Sources()
     for key in ("actor_rollout_ref.model.path", "data.train_files"):
         if not config.value(key):
-            said = f"{key} is not set: a run needs a model and training prompts"
+            data = "examples" if config.is_offline else "prompts"
+            said = f"{key} is not set: a run needs a model and training {data}"
             found.refuse("model" if "model" in key else "prompts", ConfigError(said))
     path = config.actor_rollout_ref.model.path
     if path:
@@ -84,15 +88,18 @@ def named_sources(
             _read_model(found, resolve_tokenizer_folder(path), path, facts)
     with found.noted("critic", facts):
         _check_critic(found, config)
-    with found.noted("reward", facts):
-        _check_reward_model(config, with_weights=with_weights)
     grader = Grader({})
-    with found.noted("reward", facts):
-        grader = open_grader(config, custom=reward)
+    if not config.is_offline:
+        with found.noted("reward", facts):
+            _check_reward_model(config, with_weights=with_weights)
+        with found.noted("reward", facts):
+            grader = open_grader(config, custom=reward)
     try:
-        for split in ("train", "val") if config.data.val_files else ("train",):
-            if split == "val" or config.data.train_files:
-                _read_prompts(found, Preprocess(split), config, root, grader, facts)
+        for stage in data_stages(config):
+            if isinstance(stage, Examples):
+                _read_examples(found, stage, config, root, facts)
+            elif stage.split == "val" or config.data.train_files:
+                _read_prompts(found, stage, config, root, grader, facts)
     finally:
         grader.close()
     return found
@@ -108,8 +115,12 @@ def committed_sources(run: Run, config: RunConfig, facts: PipelineFacts) -> Sour
             if not entry.path.endswith(".safetensors"):
                 run.store.download_file(f"{artifact.folder}/{entry.path}", folder / entry.path)
         _read_model(found, folder, f"{run.uri}/{artifact.folder}", facts, is_told=False)
+    if config.is_offline:
+        found.num_prompts = run.require(_DATA, None).output("examples").rows
+        found.findings.append(Finding("examples", "ok", f"run {run.uri} has {found.num_prompts} training examples"))
+        return found
     with found.noted("prompts", facts):
-        table = read_table(run.store, run.require(_PROMPTS, None).output("prompts"), schemas.PROMPTS)
+        table = read_table(run.store, run.require(_DATA, None).output("prompts"), schemas.PROMPTS)
         found.num_prompts = table.num_rows
         found.findings.append(Finding("prompts", "ok", f"run {run.uri} has {table.num_rows} training prompts"))
         chosen = table.take(spread(table.column("data_source").to_pylist()))
@@ -120,8 +131,8 @@ def committed_sources(run: Run, config: RunConfig, facts: PipelineFacts) -> Sour
 
 
 def is_committed(run: Run) -> bool:
-    """Whether the run has its model and its training prompts."""
-    return run.manifest(POLICY_UPDATE, 0) is not None and run.manifest(_PROMPTS, None) is not None
+    """Whether the run has its model and its training data."""
+    return run.manifest(POLICY_UPDATE, 0) is not None and run.manifest(_DATA, None) is not None
 
 
 def _read_model(found: Sources, folder: Path, place: str, facts: PipelineFacts, *, is_told: bool = True) -> None:
@@ -175,14 +186,14 @@ def _check_reward_model(config: RunConfig, *, with_weights: bool) -> None:
 
 
 def _read_prompts(
-    found: Sources, stage: Preprocess, config: RunConfig, root: str, grader: Grader, facts: PipelineFacts
+    found: Sources, stage: DataStage, config: RunConfig, root: str, grader: Grader, facts: PipelineFacts
 ) -> None:
     before = len(found.findings)
     rows: Sequence[PromptRow] | None = None
     if found.tokenizer is not None:
         with found.noted("prompts", facts):
             usable = stage.usable(config, found.tokenizer, grader, root=root)
-            rows = [row for _, row in usable.prompts]
+            rows = [row for _, row in usable.rows]
             left_out = f"; {usable.num_overlong} are longer than the limit" if usable.num_overlong else ""
             said = f"{len(rows)} {stage.split} prompts{left_out}"
             found.findings.append(Finding("prompts", "ok", said))
@@ -204,15 +215,25 @@ def _read_prompts(
             needs_ground_truth=False,
         )
         grader.check_prompts(rows)
-        if len(rows) < data.train_batch_size and not failed:
-            raise ConfigError(
-                f"data.train_batch_size is {data.train_batch_size}, but the run has {len(rows)} training prompts"
-            )
+        if not failed:
+            check_batch_size(config, len(rows), stage.role)
         found.rows = rows
     except RatchetError as error:
         is_repeated = any(finding.message == str(error) for finding in failed)
         if not is_repeated:
             found.refuse("prompts", error)
+
+
+def _read_examples(found: Sources, stage: Examples, config: RunConfig, root: str, facts: PipelineFacts) -> None:
+    if found.tokenizer is None or (stage.split == "train" and not config.data.train_files):
+        return
+    with found.noted("examples", facts):
+        usable = stage.usable(config, found.tokenizer, None, root=root)
+        left_out = f"; {usable.num_overlong} are over the limits on length" if usable.num_overlong else ""
+        found.findings.append(Finding("examples", "ok", f"{len(usable.rows)} {stage.split} examples{left_out}"))
+        if stage.split == "train":
+            found.num_prompts = len(usable.rows)
+            found.longest = longest_example(usable.made.table())
 
 
 def _longest(found: Sources, config: RunConfig, rows: Sequence[PromptRow]) -> int | None:

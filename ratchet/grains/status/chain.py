@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 _REWARD = "critic/score/mean"
+_LOSS = "actor/loss"
 _ACCURACY = "val-core/"
 _INTERVAL = "val-aux/{source}/acc/ci95_{end}@{samples}"
 
@@ -63,10 +64,16 @@ class Progress:
     """Mean reward of the last step."""
     first_reward: float | None = None
     """Mean reward of step 1."""
+    loss: float | None = None
+    """Loss of the last step, under an objective that learns from examples."""
+    first_loss: float | None = None
+    """Loss of step 1."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of every stage of the last step."""
     accuracy: tuple[Accuracy, ...] = ()
     """Of the newest evaluation, one entry for each data_source."""
+    held_out_loss: tuple[Accuracy, ...] = ()
+    """The same of a run whose evaluations measure no accuracy but a loss: each entry's mean."""
     has_held_out: bool = False
     """Whether the run has held-out prompts to be evaluated on."""
     is_evaluated: bool = False
@@ -116,7 +123,8 @@ def read_progress(run: Run, steps: Sequence[int], config: Mapping[str, Any]) -> 
     metrics: dict[str, float] = {}
     for manifest in done:
         metrics |= manifest.provenance.metrics
-    first = run.manifest("reward", 1) if last else None
+    stages = [one.content.stage for one in done]
+    first = run.manifest("reward" if "reward" in stages else POLICY_UPDATE, 1) if last else None
     export = run.manifest("checkpoint_export", total) if total is not None and total == last else None
     evaluated = _newest_evaluation(run, last, config)
     newest = [*done, *begun, *([evaluated] if evaluated else []), *([export] if export else [])]
@@ -129,8 +137,11 @@ def read_progress(run: Run, steps: Sequence[int], config: Mapping[str, Any]) -> 
         seconds_per_step=_pace([update for update in updates if update], done),
         reward=metrics.get(_REWARD),
         first_reward=first.provenance.metrics.get(_REWARD) if first else None,
+        loss=None if _REWARD in metrics else metrics.get(_LOSS),
+        first_loss=first.provenance.metrics.get(_LOSS) if first else None,
         metrics=metrics,
         accuracy=_accuracy(evaluated),
+        held_out_loss=_held_out_loss(evaluated),
         has_held_out=bool(value_at(config, "data.val_files")),
         is_evaluated=evaluated is not None and evaluated.content.step == total,
         export=f"{run.uri}/{export.output('export').folder}" if export else "",
@@ -144,7 +155,8 @@ def _total(run: Run, config: Mapping[str, Any]) -> int | None:
         return int(stated)
     prompts = run.manifest("preprocess/train", None)
     epochs, batch = value_at(config, "trainer.total_epochs"), value_at(config, "data.train_batch_size")
-    rows = prompts.output("prompts").rows if prompts is not None else None
+    # Prompts or examples, whatever the run learns from: it is the stage's one output.
+    rows = next(iter(prompts.provenance.artifacts.values())).rows if prompts is not None else None
     if rows is None or not epochs or not batch:
         return None
     return int(epochs) * steps_per_epoch(rows, int(batch))
@@ -182,8 +194,23 @@ def _accuracy(evaluated: Manifest | None) -> tuple[Accuracy, ...]:
     metrics, found = evaluated.provenance.metrics, []
     for name, mean in sorted(metrics.items()):
         source, _, samples = name.removeprefix(_ACCURACY).rpartition("/acc/mean@")
+        source = source or _source_of(name, "accuracy")
         if not name.startswith(_ACCURACY) or not source:
             continue
         low, high = (metrics.get(_INTERVAL.format(source=source, end=end, samples=samples)) for end in ("low", "high"))
         found.append(Accuracy(step=evaluated.content.step, source=source, mean=mean, low=low, high=high))
     return tuple(found)
+
+
+def _held_out_loss(evaluated: Manifest | None) -> tuple[Accuracy, ...]:
+    if evaluated is None or evaluated.content.step is None or _accuracy(evaluated):
+        return ()
+    metrics, step = evaluated.provenance.metrics, evaluated.content.step
+    found = ((_source_of(name, "loss"), value) for name, value in sorted(metrics.items()))
+    return tuple(Accuracy(step=step, source=source, mean=value) for source, value in found if source)
+
+
+def _source_of(name: str, measured: str) -> str:
+    """The data source of a held-out metric of that name, "" for another metric."""
+    source, _, last = name.removeprefix(_ACCURACY).rpartition("/")
+    return source if name.startswith(_ACCURACY) and last == measured else ""

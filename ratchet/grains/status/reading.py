@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ratchet.config.algorithm import OFFLINE
 from ratchet.errors import NotCommittedError, RatchetError, StoreError
 from ratchet.grains.status.chain import in_parallel, read_progress, value_at
 from ratchet.grains.status.explaining import Sources, explained, is_finished, judged
@@ -178,12 +179,16 @@ def _with_promotion(run: Run, status: RunStatus) -> RunStatus:
 
 def _setup(config: Mapping[str, Any]) -> Setup:
     grain = value_at(config, "trainer.grain", "")
+    objective = str(value_at(config, "algorithm.objective", "rl"))
+    estimator = str(value_at(config, "algorithm.adv_estimator", ""))
+    is_offline = objective in OFFLINE
+    named = {"rl": estimator, "hybrid": f"{estimator} and sft"}
     return Setup(
-        algorithm=str(value_at(config, "algorithm.adv_estimator", "")),
+        algorithm=named.get(objective, objective),
         model=str(value_at(config, "actor_rollout_ref.model.path", "")),
         grain=grain,
         steps_per_segment=value_at(config, "trainer.steps_per_segment") if grain == "segment" else None,
         prompts=value_at(config, "data.train_batch_size"),
-        completions=value_at(config, "actor_rollout_ref.rollout.n"),
+        completions=None if is_offline else value_at(config, "actor_rollout_ref.rollout.n"),
         sampler=str(value_at(config, "actor_rollout_ref.rollout.name", "")),
     )

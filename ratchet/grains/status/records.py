@@ -81,9 +81,9 @@ class Setup:
     grain: str = ""
     steps_per_segment: int | None = None
     prompts: int | None = None
-    """Of a step."""
+    """Of a step; or examples."""
     completions: int | None = None
-    """Of a prompt."""
+    """Of a prompt; None where examples are learnt from, and nothing is sampled."""
     sampler: str = ""
 
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ratchet.grains.status.advice import next_step
+from ratchet.grains.status.chain import Accuracy
 from ratchet.grains.status.records import Activity, Failure, RunStatus
 
 LINES = 24
@@ -73,6 +74,8 @@ def _what(status: RunStatus) -> Iterator[tuple[str, str, int]]:
     parts = [f"{setup.algorithm}, {setup.model or 'no model'}"]
     if setup.prompts and setup.completions:
         parts.append(f"{setup.prompts} x {setup.completions} completions by {setup.sampler}")
+    elif setup.prompts:
+        parts.append(f"{setup.prompts} examples a step")
     parts.append(f"segments of {setup.steps_per_segment} steps" if setup.steps_per_segment else f"grain {setup.grain}")
     yield "what", "; ".join(parts), 2
 
@@ -98,12 +101,18 @@ def _how_far(status: RunStatus) -> Iterator[tuple[str, str, int]]:
         first = f"{progress.first_reward:.4g} in step 1, " if progress.first_reward is not None else ""
         last = f"{progress.reward:.4g} in step {progress.steps}"
         yield "reward", f"{first}{last}" if progress.steps > 1 else last, 1
+    if progress.loss is not None:
+        first = f"{progress.first_loss:.4g} in step 1, " if progress.first_loss is not None else ""
+        last = f"{progress.loss:.4g} in step {progress.steps}"
+        yield "loss", f"{first}{last}" if progress.steps > 1 else last, 1
     if progress.accuracy:
-        yield "accuracy", "; ".join(_accuracies(status)), 2
+        yield "accuracy", "; ".join(_held_out(progress.accuracy)), 2
+    if progress.held_out_loss:
+        yield "held out", "loss " + "; ".join(_held_out(progress.held_out_loss)), 2
 
 
-def _accuracies(status: RunStatus) -> Iterator[str]:
-    for one in status.progress.accuracy if status.progress is not None else ():
+def _held_out(found: Sequence[Accuracy]) -> Iterator[str]:
+    for one in found:
         interval = f" ({one.low:.3f} to {one.high:.3f})" if one.low is not None and one.high is not None else ""
         yield f"{one.mean:.3f}{interval} on {one.source}, policy of step {one.step}"
 

@@ -79,7 +79,7 @@ def test_a_place_that_nothing_can_be_written_to_is_said(ratchet: Ratchet, tmp_pa
 def test_a_pipeline_that_is_not_there_is_said(server: KfpServer, ratchet: Ratchet) -> None:
     finished = ratchet("upload", "nightli")
     assert (finished.code, finished.out) == (2, "")
-    assert finished.err.startswith("ratchet: no pipeline 'nightli': did you mean nightly? there are grpo, ")
+    assert finished.err.startswith("ratchet: no pipeline 'nightli': did you mean nightly? there are dpo, ")
 
 
 # -- submit ----------------------------------------------------------------------------------------------------------

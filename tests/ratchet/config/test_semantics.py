@@ -54,9 +54,19 @@ OTHERS: dict[str, list[Any]] = {
     "path": ["other"],
     "weights": [{"rule": 2.0}],
     "gsm8k_mode": ["strict"],
+    "rule": ["math"],
+    "pattern": ["x"],
+    "reward_model.judge.model": ["x"],
+    "reward_model.judge.prompt": ["x"],
+    "scale": [[0.0, 5.0]],
+    "reward_model.length_penalty.weight": [0.5],
     "reward_manager": ["dapo"],
     "reward_kwargs": [{"x": 1}],
     "adv_estimator": ["grpo"],
+    "objective": [],
+    "loss_type": ["ipo"],
+    "label_smoothing": [0.1],
+    "sft_lr": [1e-5],
     "gdpo_reward_keys": [["a"]],
     "gdpo_reward_weights": [],
     "metric": ["acc"],
@@ -83,6 +93,8 @@ def test_every_operational_key_exists() -> None:
 def test_every_key_that_a_stage_reads_exists() -> None:
     everything = ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false"]
     stages = [*step_stages(load_config(overrides=everything)), BasePolicy(), Preprocess("train"), Preprocess("val")]
+    for more in (["algorithm.objective=dpo"], ["algorithm.objective=hybrid", "algorithm.hybrid.sft_files=d"]):
+        stages += step_stages(load_config(overrides=more))
     keys = set(known_keys())
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, 4)}
     for stage in [*stages, Evaluate(), CheckpointExport()]:

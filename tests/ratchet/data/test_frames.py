@@ -125,7 +125,10 @@ def test_missing_cells_of_a_frame_are_missing(tmp_path: Path) -> None:
         ([], "expected at least one row"),
         ([{"prompt": "q"}], "row 0: expected answer, ground_truth, response or chosen beside the prompt, got nothing"),
         ([{"prompt": "q", "chosen": None, "note": "n"}], "row 0: expected answer, .* got note"),
-        ([{"prompt": "q", "chosen": "a", "rejected": 3}], "row 0, rejected: expected a text, got 3"),
+        (
+            [{"prompt": "q", "chosen": "a", "rejected": 3}],
+            "row 0, rejected: expected a text or a list of messages, got 3",
+        ),
         ([{"text": "q"}], "row 0: no column 'prompt'"),
         (["q"], "row 0: expected a dict of columns, got str"),
         ({"prompt": "q"}, "expected a data frame or rows as dicts, got dict"),

@@ -16,7 +16,7 @@ import pytest
 
 from ratchet.data.sources import PromptRow, load_rows, preprocess, split_of_file, write_verl_parquet
 from ratchet.errors import DataError
-from ratchet.stages.preprocess import _row_values
+from ratchet.stages.data_stage import row_values
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 QUESTION = "Tom has 1,000 apples and gets 80 more. How many are there?"
@@ -338,7 +338,7 @@ def test_columns_of_every_kind_become_json(tmp_path: Path) -> None:
         meta=[{"seen": [moment.date()], "none": None}],
     )
     (row,) = load_rows(path, split="train")
-    assert json.loads(_row_values(row)["extra_info"]) == {
+    assert json.loads(row_values(row)["extra_info"]) == {
         "answer": "1",
         "day": "2024-01-05",
         "moment": "2024-01-05T07:30:00+00:00",
@@ -375,7 +375,7 @@ def test_values_of_numpy_and_a_hub_data_set_become_json(monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [record])
     (row,) = load_rows("someone/something", split="train")
     assert row.reward_model["ground_truth"] == "72"
-    assert json.loads(_row_values(row)["extra_info"]) == {
+    assert json.loads(row_values(row)["extra_info"]) == {
         "index": 3,
         "vector": [[1, 2], [3, 4]],
         "when": "2024-01-05T07:30:00.000000000",

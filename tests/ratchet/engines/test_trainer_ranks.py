@@ -17,6 +17,7 @@ from ratchet.algorithms.batch import LossOptions
 from ratchet.engines.process_group import join_group, leave_group
 from ratchet.engines.trainer import Trainer
 from ratchet.errors import ConfigError
+from tests.ratchet.engines.offline_cases import DPO, REWARD, SFT, pair_rows, sft_rows
 from tests.ratchet.engines.trainer_cases import (
     CRITIC,
     OPTIONS,
@@ -32,7 +33,8 @@ from tests.tiny_models import make_tiny_model
 ROOT = Path(__file__).resolve().parents[3]
 # Mini-batches of 4, 4 and 1 rows: the last one leaves a rank without work.
 SPLIT = {"mini_batch_size": 4, "max_tokens_per_micro_batch": 12}
-NAMES = ["several_mini_batches", "critic", *POLICY_LOSS_NAMES]
+OFFLINE = ["sft", "dpo", "reward", "hybrid"]
+NAMES = ["several_mini_batches", "critic", *OFFLINE, *POLICY_LOSS_NAMES]
 
 
 def jobs(folder: Path) -> list[Job]:
@@ -40,12 +42,27 @@ def jobs(folder: Path) -> list[Job]:
     rows = policy_rows(model)
     policy = replace(POLICY, **SPLIT, kl_loss_coef=0.1, entropy_coeff=0.01)
     losses = [
-        Job(name, str(model), replace(POLICY, policy_loss=name, loss_options=OPTIONS.get(name, LossOptions())), rows)
+        Job(
+            name,
+            "policy",
+            str(model),
+            replace(POLICY, policy_loss=name, loss_options=OPTIONS.get(name, LossOptions())),
+            rows,
+        )
         for name in POLICY_LOSS_NAMES
     ]
+    hybrid = replace(policy, sft_weight=0.3, temperature=0.8)
+    # Two mini-batches of 4 and 1 pairs.
+    offline = [
+        Job("sft", "sft", str(model), replace(SFT, **SPLIT), sft_rows(), num_steps=2),
+        Job("dpo", "dpo", str(model), replace(DPO, **SPLIT), pair_rows(), num_steps=2),
+        Job("reward", "reward", str(classifier), replace(REWARD, **SPLIT), pair_rows(), num_steps=2),
+        Job("hybrid", "policy", str(model), hybrid, rows, sft_rows(), num_steps=2),
+    ]
     return [
-        Job("several_mini_batches", str(model), policy, rows, num_steps=2),
-        Job("critic", str(classifier), replace(CRITIC, **SPLIT), value_rows(), num_steps=2),
+        Job("several_mini_batches", "policy", str(model), policy, rows, num_steps=2),
+        Job("critic", "critic", str(classifier), replace(CRITIC, **SPLIT), value_rows(), num_steps=2),
+        *offline,
         *losses,
     ]
 

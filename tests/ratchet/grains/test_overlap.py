@@ -57,11 +57,11 @@ def test_the_next_step_is_sampled_while_this_one_trains(
             assert training.wait(60)
         return sample(self, *arguments)
 
-    def update_while_sampling(self: Trainer, rows: Any, *, step: int) -> Any:
+    def update_while_sampling(self: Trainer, rows: Any, *, step: int, **options: Any) -> Any:
         if step == 1:
             training.set()
             assert sampling.wait(60)
-        return update(self, rows, step=step)
+        return update(self, rows, step=step, **options)
 
     monkeypatch.setattr(HFSampler, "sample", sample_while_training)
     monkeypatch.setattr(Trainer, "update", update_while_sampling)

@@ -506,9 +506,10 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: P
     assert "has another vocabulary than the policy" in said
 
 
-def test_a_reward_model_without_a_head_is_refused_and_one_with_a_head_is_not_loaded(
-    tmp_path: Path, tiny_model: Path, problems: Path
+def test_a_reward_model_without_a_head_is_refused_and_a_large_one_with_a_head_is_not_loaded(
+    tmp_path: Path, tiny_model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ratchet.grains.checks.rewards._SMALL_BYTES", 1000)
     values = {"reward_model.type": "model", "reward_model.path": str(tiny_model)}
     said = found(checked(tiny_config(tiny_model, problems, **values), tmp_path / "runs"), "reward")["error"]
     assert "holds no value or reward head" in said

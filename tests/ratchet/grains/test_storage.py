@@ -91,7 +91,7 @@ def _killed_while_retiring(number: int) -> Iterator[list[str]]:
 
 
 def _watched(name: str, method: Any, number: int, keys: list[str]) -> Any:
-    def call(store: LocalStore, *arguments: Any) -> Any:
+    def call(store: LocalStore, *arguments: Any, **options: Any) -> Any:
         key = str(arguments[1] if name == "upload_file" else arguments[0])
         if len(keys) > number:
             raise Killed
@@ -99,7 +99,7 @@ def _watched(name: str, method: Any, number: int, keys: list[str]) -> Any:
             keys.append(key)
             if len(keys) > number:
                 raise Killed
-        return method(store, *arguments)
+        return method(store, *arguments, **options)
 
     return call
 

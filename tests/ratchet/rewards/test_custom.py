@@ -193,11 +193,9 @@ def test_the_page_on_rewards_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = code_blocks("docs/rewards.md")
-    (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    run_blocks("docs/rewards.md", blocks, {"frame": [{"question": "6 * 7?", "answer": "#### 42"}]})
+    run_blocks("docs/rewards.md", blocks)
     assert capsys.readouterr().out == "[1.5]\n"
-    assert (tmp_path / "data" / "train.parquet").is_file()
     assert rule_for("my-org/capitals").function("Paris.", "Paris") == 1.0
     example = (ROOT / "examples" / "custom_reward.py").read_text(encoding="utf-8")
     assert any(block.strip() and example.endswith(block) for block in blocks)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.config import RunConfig
 from ratchet.errors import DataError
 from ratchet.rewards.score_file import score_lines
 
@@ -30,7 +31,10 @@ def test_lines_are_scored_in_order(tmp_path: Path) -> None:
 
 def test_the_mode_is_verl_s_when_asked(tmp_path: Path) -> None:
     path = _file(tmp_path, _line("#### 72 or 73", "72"))
-    assert [score["reward"] for score in score_lines(path, mode="strict")] == [1.0]
+    assert [
+        score["reward"]
+        for score in score_lines(path, RunConfig.model_validate({"reward_model": {"gsm8k_mode": "strict"}}))
+    ] == [1.0]
     assert [score["reward"] for score in score_lines(path)] == [0.0]
 
 

@@ -17,7 +17,7 @@ from ratchet.data.parquet import read_table
 from ratchet.errors import DataError, StoreError, StoreUnavailableError
 from ratchet.grains.entry import replay_stage
 from ratchet.grains.session import open_session, submit
-from ratchet.stages import preprocess
+from ratchet.stages import data_stage, preprocess
 from ratchet.stages.base import run_stage
 from ratchet.stages.base_models import BasePolicy
 from ratchet.stages.prepared import data_digest
@@ -55,7 +55,7 @@ def test_prompts_that_another_run_prepared_are_the_same_content_and_not_tokenise
     first = prepare(tmp_path / "runs", "first", config)
     assert len(tokenised) == 4 + 3, "the check before the run and its first stage tokenise once"
     tokenised.clear()
-    with caplog.at_level(logging.INFO, logger="ratchet.stages.preprocess"):
+    with caplog.at_level(logging.INFO, logger="ratchet.stages.data_stage"):
         second = prepare(tmp_path / "runs", "second", config)
     assert tokenised == []
     assert f"preprocess/train: the prompts are those that run first prepared, from {problems}" in caplog.text
@@ -308,15 +308,15 @@ def test_only_what_was_published_is_recorded(
     tmp_path: Path, tiny_model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, config = tmp_path / "runs", tiny_config(tiny_model, problems)
-    write, rival = preprocess._write_prompts, Run(str(root), "run")
+    write, rival = data_stage.write_table, Run(str(root), "run")
 
     def be_second(*arguments: Any) -> Any:
-        monkeypatch.setattr(preprocess, "_write_prompts", write)
+        monkeypatch.setattr(data_stage, "write_table", write)
         rival.adopt(1)
         run_stage(Preprocess("train"), rival, config, None, Residents(rival, config))
         return write(*arguments)
 
-    monkeypatch.setattr(preprocess, "_write_prompts", be_second)
+    monkeypatch.setattr(data_stage, "write_table", be_second)
     manifest = prepare(root, "run", config)
     (key,) = records(root)
     assert json.loads((root / key).read_bytes())["artifact"]["folder"] == manifest.output("prompts").folder
@@ -356,7 +356,7 @@ def test_a_source_that_could_not_be_read_at_first_is_recorded_all_the_same(
 ) -> None:
     config = tiny_config(tiny_model, problems)
     expected = prepare(tmp_path / "whole", "run", config)
-    original, failures = preprocess.load_rows, [DataError("not yet")]
+    original, failures = data_stage.load_rows, [DataError("not yet")]
 
     def load(*arguments: Any, **options: Any) -> Any:
         if failures:
@@ -365,7 +365,7 @@ def test_a_source_that_could_not_be_read_at_first_is_recorded_all_the_same(
 
     with open_session(submit(str(tmp_path / "runs"), "run", config), config) as session:
         session.run(BasePolicy(), 0)
-        monkeypatch.setattr(preprocess, "load_rows", load)
+        monkeypatch.setattr(data_stage, "load_rows", load)
         manifest = session.run(Preprocess("train"), None)
     assert failures == []
     assert manifest.content == expected.content

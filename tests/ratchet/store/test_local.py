@@ -95,3 +95,25 @@ def test_a_listing_survives_deletions_that_go_on_meanwhile(tmp_path: Path) -> No
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_given_file_is_not_copied_and_survives_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, store = tmp_path / "scratch" / "state", LocalStore(tmp_path / "store")
+    source.parent.mkdir()
+    source.write_bytes(b"state")
+    store.upload_file(source, "copied")
+    store.upload_file(source, "given", is_given=True)
+    inodes = [store.path(key).stat().st_ino for key in ("copied", "given")]
+    assert source.stat().st_ino not in inodes[:1]
+    assert inodes[1] == source.stat().st_ino
+    source.unlink()
+    assert store.get("given") == store.get("copied") == b"state"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    source.write_bytes(b"other")
+    store.upload_file(source, "given", is_given=True)
+    assert store.get("given") == b"other"
+    assert not list(store.unfinished(""))

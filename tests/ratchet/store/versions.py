@@ -103,11 +103,11 @@ def killed_at(number: int) -> Iterator[list[int]]:
 
 
 def _mortal(method: Any, number: int, done: list[int]) -> Any:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         if done[0] >= number:
             raise Killed
         done[0] += 1
-        return method(*arguments)
+        return method(*arguments, **options)
 
     return call
 

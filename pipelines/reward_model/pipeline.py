@@ -1,0 +1,45 @@
+"""The training of a reward model as a Kubeflow pipeline."""
+
+from typing import Any
+
+from kfp import dsl
+
+from pipelines.bodies import train_in_segments
+from pipelines.defaults import ROOT, config_text
+
+_CONFIG = config_text("reward_model")
+
+
+@dsl.pipeline(name="ratchet-reward-model")
+def reward_model(
+    root: str = ROOT,
+    run_id: str = "",
+    config: str = _CONFIG,
+    total_steps: int = 0,
+    steps_per_segment: int = 0,
+    champion: str = "",
+    min_accuracy: float = 0.0,
+    device_map: dict[str, Any] = {},
+) -> None:
+    """A reward model from preferences; a pod runs a segment of steps with the trainer in memory.
+
+    Args:
+        root: Where runs lie: s3://bucket/prefix.
+        run_id: The run's name. The same name again resumes the run; empty takes the pipeline run's id.
+        config: The run's config: YAML text, or the s3:// place of a YAML file. It sets algorithm.objective to
+            reward_model.
+        total_steps: Steps of the whole run; 0 takes what the config says.
+        steps_per_segment: Steps of one segment, at most 40 segments in a run; 0 takes what the config says.
+        champion: Name that the reward model may become the champion of; empty promotes nothing.
+        min_accuracy: Held-out preference accuracy (0 to 1) below which nothing is promoted.
+        device_map: What pods ask for, over the config: {"segment": {"accelerator_count": 1}, "evaluate": ...}.
+    """
+    settings = {
+        "config": config,
+        "total_steps": total_steps,
+        "steps_per_segment": steps_per_segment,
+        "champion": champion,
+        "min_accuracy": min_accuracy,
+        "device_map": device_map,
+    }
+    train_in_segments({"root": root, "run_id": run_id}, settings)
