@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("ratchet", deadline=None)
+hypothesis.settings.load_profile("ratchet")
 
 BUCKET = "ratchet-tests"
 ADMIN_KEYS = {"accessKey": "TESTADMIN", "secretKey": "admin-secret-of-the-tests"}

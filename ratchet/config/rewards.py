@@ -52,8 +52,12 @@ class JudgeConfig(Section):
         "Give your reasons in a few sentences, then end with a line: Score: <number>"
     )
     """What it is asked; {prompt}, {completion} and {ground_truth} are replaced, other braces stay as they are."""
-    pattern: str = r"(?i)score\W{0,4}?(-?\d+(?:\.\d+)?)"
-    """Regular expression; the first group of its last match in the verdict is the number."""
+    pattern: str = (
+        r"(?im)(?:^|[.!?]\s)\W*(?:final |overall )?score(?: ?\([^()]*\))?\W{0,3}?[:=]\W{0,3}?"
+        r"(-?(?:\d+(?:\.\d+)?|\.\d+))(?: ?(?:/|out of) ?\d+)?\W*$"
+    )
+    """Regular expression; the first group of its last match in the verdict is the number. This one finds a line or
+    its last sentence that says "Score: 8", "**Score (0-10):** 8/10" or "Final score = 7.5", and nothing else."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The numbers that become the rewards 0 and 1; what lies outside is no verdict."""
     max_tokens: Positive = 512

@@ -32,6 +32,7 @@ _DATE = datetime(2024, 7, 26)
 
 
 _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
+_LAST_TAG = re.compile(r"<[^<>\s]+>$")
 _PROBE = "cwm fjord bank glyphs vext quiz"
 """No part of a template, and the same text with and without spaces around it taken off."""
 
@@ -97,6 +98,9 @@ def _written_spans(
     conversation = [*prompt, *turns]
     places = [place for place in range(len(prompt), len(conversation)) if conversation[place]["role"] == "assistant"]
     starts = rendered(tokenizer, [conversation[:place] for place in places])
+    for place, begun in zip(places, starts, strict=True):
+        message = conversation[place]
+        conversation[place] = {**message, "content": _gone_on_with(begun, message["content"])}
     within, last = _turn_ends(tokenizer, str(tokenizer.chat_template))
     template = tokenizer.get_chat_template()
     if _GENERATION_TAG.search(template):
@@ -125,6 +129,14 @@ def _written_spans(
         text = text[: spans[-1][1]] + _end_of_text(tokenizer)
         spans[-1] = (spans[-1][0], len(text))
     return starts[0], text, spans
+
+
+def _gone_on_with(begun: str, content: str) -> str:
+    """The content without the tag that the prompt ends with: a thought that the template opens is not begun twice."""
+    tag = _LAST_TAG.search(begun.rstrip())
+    if tag is None or not content.lstrip().startswith(tag[0]):
+        return content
+    return content.lstrip().removeprefix(tag[0]).lstrip("\n")
 
 
 def _verbatim(

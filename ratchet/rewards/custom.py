@@ -7,6 +7,7 @@ it asks a service that fails, it raises EngineError, which says nothing about th
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ratchet.config import RunConfig
@@ -63,10 +64,22 @@ def graded(call: Callable[..., Any], row: GradeRow, *, name: str, excludes: bool
 class CustomReward:
     """A function, class or object as reward; a class is instantiated with `kwargs`, others are called with them."""
 
-    def __init__(self, reward: Any, kwargs: Mapping[str, Any] | None = None, *, excludes: bool = False) -> None:
-        """`excludes` marks the rows of a hook that raises EngineError; what grades a batch fails as a whole."""
+    def __init__(
+        self,
+        reward: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        excludes: bool = False,
+        checks_order: bool = False,
+    ) -> None:
+        """`excludes` marks the rows of a hook that raises EngineError; what grades a batch fails as a whole.
+
+        `checks_order` has the first batch tell whether its rewards are in the rows' order.
+        """
         self._excludes = excludes
         kwargs = dict(kwargs or {})
+        # Made with the first batch: a class may load a model, which should not be held twice for longer.
+        self._fresh = partial(CustomReward, reward, kwargs) if checks_order else None
         self.name = name_of(reward)
         if inspect.isclass(reward):
             reward, kwargs = _instance(reward, kwargs), {}
@@ -78,7 +91,13 @@ class CustomReward:
     def score(self, rows: Sequence[GradeRow]) -> list[RewardResult]:
         """One result per row, in order."""
         if self.kind == "batch":
-            return self._score_batch(rows)
+            results = self._score_batch(rows)
+            if self._fresh is not None:
+                from ratchet.rewards.order_check import check_order
+
+                check_order(self._fresh(), rows, results)
+                self._fresh = None
+            return results
         return [graded(self._call, row, name=self.name, excludes=self._excludes) for row in rows]
 
     def _score_batch(self, rows: Sequence[GradeRow]) -> list[RewardResult]:

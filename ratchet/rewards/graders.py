@@ -5,6 +5,7 @@ name. The trap: whatever can be wrong before a completion exists (a data source 
 a file that cannot be loaded) is found by `open_grader` and `Grader.check`, before a GPU is taken.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,8 @@ from ratchet.rewards.shaping import Shaping
 __all__ = ["DataProto", "GradeRow", "Grader", "RewardResult", "open_grader"]
 
 PARTS = ("rule", "model", "api", "judge", "custom")
+AGAIN = "submit again once the service answers"
+"""What can be done where completions may not be left out, or all would be."""
 
 
 class Grader:
@@ -96,7 +99,8 @@ class Grader:
         """One result per row, in the rows' order. DataError, NumericsError or EngineError name the row.
 
         `shaping=False` leaves out what is added for form and length, as for an evaluation, and excludes nothing:
-        accuracies over different rows cannot be compared.
+        accuracies over different rows cannot be compared. Where rows are excluded, all may be: whether any is left is
+        for the caller to see, who knows what else was graded.
         """
         if not rows:
             return []
@@ -105,7 +109,8 @@ class Grader:
         for index, row in enumerate(rows):
             shaped = self._shaping.of(row) if self._shaping is not None and shaping else {}
             results.append(self._combined(row, {name: column[index] for name, column in scored.items()}, shaped))
-        _check_failures(rows, results, excludes=self._excludes and shaping)
+        if not (self._excludes and shaping):
+            _refuse_failures(rows, results, may_exclude=shaping)
         if self._num_examine > 0:
             examine(rows, results, self._num_examine)
         return results
@@ -178,16 +183,18 @@ class Grader:
         return total
 
 
-def _check_failures(rows: Sequence[GradeRow], results: Sequence[RewardResult], *, excludes: bool) -> None:
-    """EngineError for rows that no service graded, where they may not be left out or are all there is."""
+def _refuse_failures(rows: Sequence[GradeRow], results: Sequence[RewardResult], *, may_exclude: bool) -> None:
+    """EngineError for rows that no service graded; `may_exclude` where the config could leave them out."""
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if result.is_failed]
-    if not failed or (excludes and len(failed) < len(rows)):
-        return
-    row, result = failed[0]
-    hint = "" if excludes else "; reward_model.on_failure=exclude trains on the others"
-    raise EngineError(
-        f"{len(failed)} of {len(rows)} completions could not be graded; {row.place}: {result.error}{hint}"
-    )
+    if failed:
+        row, result = failed[0]
+        advice = "reward_model.on_failure=exclude trains on the others" if may_exclude else AGAIN
+        raise ungraded_error(len(failed), len(rows), f"{row.place}: {result.error}", advice)
+
+
+def ungraded_error(num_failed: int, num_rows: int, first: str, advice: str = AGAIN) -> EngineError:
+    """The error of completions without a reward; `first` is the place of one, and what was said there."""
+    return EngineError(f"{num_failed} of {num_rows} completions could not be graded; {first}; {advice}")
 
 
 def open_grader(config: RunConfig, *, open_model: OpenModel | None = None, custom: Any = None) -> Grader:
@@ -243,13 +250,15 @@ class _Opening:
     def _custom(self) -> Part:
         custom = self._config.custom_reward_function
         if self._live is not None:
-            return CustomReward(self._live, excludes=self._excludes)
+            # An object may keep what it has seen, and there is no fresh one to ask in its place.
+            has_fresh = inspect.isfunction(self._live) or inspect.isclass(self._live)
+            return CustomReward(self._live, excludes=self._excludes, checks_order=has_fresh)
         if not custom.path:
             raise ConfigError("reward_model.type is custom, but custom_reward_function.path is not set: name a file")
         if self._worker is not None:
             return SandboxedReward(self._worker)
         found = load_object(self._entries, custom.path, custom.name)
-        return CustomReward(found, custom.reward_kwargs, excludes=self._excludes)
+        return CustomReward(found, custom.reward_kwargs, excludes=self._excludes, checks_order=True)
 
     @cached_property
     def _worker(self) -> Worker | None:

@@ -6,6 +6,7 @@ or what follows "the answer is". The work is done by processes that stay up and 
 """
 
 import os
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ _ROWS_OF_A_WORKER = 16
 """Fewer are not worth another process."""
 
 _SOURCES = ("HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "math_dapo")
+_FRAME = re.compile(r"\\(?:f?boxed|text(?:bf|rm|it)?|mathrm|mbox|left|right)\b|[{}$\s]")
+"""What stands around an answer and is none."""
 MATH_DATA_SOURCES = (*_SOURCES, "aime")
 """What is known by name; every aime* of any owner is, too."""
 
@@ -45,7 +48,7 @@ def reference_answer(ground_truth: str) -> str:
 
 def check_ground_truth(ground_truth: Any) -> None:
     """DataError for a ground truth that no completion could match."""
-    if not isinstance(ground_truth, str) or not ground_truth.strip().strip("$").strip():
+    if not isinstance(ground_truth, str) or not _FRAME.sub("", ground_truth):
         raise DataError(f"expected an answer in LaTeX or a number as ground truth, got {ground_truth!r:.80}")
 
 

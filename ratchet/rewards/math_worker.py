@@ -6,6 +6,8 @@ nothing hears inside one long operation on numbers: so this is a process of its 
 """
 
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from math_verify import parse, verify
@@ -25,6 +27,8 @@ MEMORY_GIB = 4.0
 # What stands in a box is the answer, whatever else is in the text.
 _BOXED = LatexExtractionConfig(boxed_match_priority=0)
 _ANYWHERE = ExprExtractionConfig()
+_BOX = re.compile(r"\\f?boxed\s*{")
+_JOINS = re.compile(r"[\s$,;]*(?:\\text{\s*)?(?:or|and)?(?:\s*})?[\s$,;]*(?:[a-z]\s*=)?\s*", re.IGNORECASE)
 
 
 def main() -> None:
@@ -50,7 +54,7 @@ def _graded(row: GradeRow, timeout: int) -> RewardResult:
     seed(0)
     expected = _expected(row, timeout)
     try:
-        found = parse(row.completion, (_BOXED, _ANYWHERE), parsing_timeout=timeout, raise_on_error=True)
+        found = parse(_last_answer(row.completion), (_BOXED, _ANYWHERE), parsing_timeout=timeout, raise_on_error=True)
     except TimeoutException:
         return undecided(f"the answer could not be read within {timeout} s")
     except Exception:  # whatever a grammar and sympy raise of a text that nobody has written for them
@@ -70,6 +74,38 @@ def _graded(row: GradeRow, timeout: int) -> RewardResult:
     if is_late:
         return undecided(f"the answer could not be compared within {timeout} s", said)
     return RewardResult(0.0, extracted=said)
+
+
+def _last_answer(completion: str) -> str:
+    r"""The last \boxed{}, with those before it that only "or", "and" or a comma joins; without a box, all of the text.
+
+    math-verify itself takes boxes that stand close together for one answer, whatever is said between them: "\boxed{1}.
+    That is wrong, it is \boxed{2}" would be two.
+    """
+    boxes = list(_boxes(completion))
+    if len(boxes) < 2:
+        return completion
+    first, (start, end) = len(boxes) - 1, boxes[-1]
+    while first and _JOINS.fullmatch(completion[boxes[first - 1][1] : start]):
+        first -= 1
+        start = boxes[first][0]
+    return completion[start:end]
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where each box that is in no other begins and ends, braces within it balanced; one pass over the text."""
+    begins = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
+    opened: list[int | None] = []
+    num_boxes = 0
+    for place, character in enumerate(text):
+        if character == "{":
+            opened.append(begins.get(place))
+            num_boxes += place in begins
+        elif character == "}" and opened:
+            begin = opened.pop()
+            num_boxes -= begin is not None
+            if begin is not None and not num_boxes:
+                yield begin, place + 1
 
 
 def undecided(why: str, extracted: str | None = None) -> RewardResult:

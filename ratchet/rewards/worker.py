@@ -15,7 +15,6 @@ from ratchet.errors import DataError, RatchetError
 from ratchet.rewards import wire
 from ratchet.rewards.custom import CustomReward
 from ratchet.rewards.data_proto import GradeRow
-from ratchet.rewards.order_check import check_order
 from ratchet.rewards.parts import Part, RulePart
 from ratchet.rewards.registry import registered_data_sources
 from ratchet.rewards.results import RewardResult
@@ -80,8 +79,6 @@ class _Code:
         self._counter = counter
         self._rules = RulePart("default")
         self._custom: CustomReward | None = None
-        self._unproven: CustomReward | None = None
-        """The reward once more, until the order of what it returns has been checked."""
 
     def load(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Execute the files and find the reward; says what it is called and what was registered."""
@@ -91,9 +88,8 @@ class _Code:
         if wanted is None:
             return {"name": None, "kind": None, "data_sources": registered_data_sources()}
         found = load_object(hello["code"], wanted["path"], wanted["name"])
-        self._custom = custom = CustomReward(found, wanted["kwargs"], excludes=hello["excludes"])
-        if custom.kind == "batch":
-            self._unproven = CustomReward(found, wanted["kwargs"])
+        custom = CustomReward(found, wanted["kwargs"], excludes=hello["excludes"], checks_order=True)
+        self._custom = custom
         return {"name": custom.name, "kind": custom.kind, "data_sources": registered_data_sources()}
 
     def grade(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +100,7 @@ class _Code:
         assert self._custom is not None
         if self._custom.kind == "hook":
             return wire.results_message(self._one_by_one(self._custom, rows), rows)
-        results = self._custom.score(rows)
-        if self._unproven is not None:
-            check_order(self._unproven, rows, results)
-            self._unproven = None
-        return wire.results_message(results, rows)
+        return wire.results_message(self._custom.score(rows), rows)
 
     def _one_by_one(self, part: Part, rows: Sequence[GradeRow]) -> list[RewardResult]:
         results = []

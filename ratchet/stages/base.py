@@ -323,7 +323,10 @@ def _check_same_work(stage: Stage, run: Run, config: RunConfig, committed: Manif
         want |= wanted.outside
     changed = sorted(role for role in have.keys() | want.keys() if have.get(role) != want.get(role))
     if changed:
-        raise CommitConflictError(f"{place} is committed from other inputs; these changed: {', '.join(changed)}")
+        raise CommitConflictError(
+            f"{place} is committed from other inputs; these changed: {', '.join(changed)}. Give the data and the model "
+            "that the run was begun with, or start another run id"
+        )
     if committed.content.config != wanted.config:
         keys = ", ".join(stage.keys(config))
         raise CommitConflictError(f"{place} is committed with another configuration; it reads: {keys}")

@@ -73,12 +73,18 @@ class BasePolicy(CopiedModel):
         load_tokenizer(folder)  # a model that cannot be prompted must not become the run's policy
 
     def write(self, config: RunConfig, folder: Path, target: Path) -> None:
-        if not _is_reward_model(config):
-            super().write(config, folder, target)
-            return
         from ratchet.engines.classifier_folder import make_classifier_folder
         from ratchet.engines.model import is_classifier
         from ratchet.engines.reward_model import check_reward_model
+
+        if not _is_reward_model(config):
+            if is_classifier(folder):
+                raise EngineError(
+                    f"{self.path(config)} is a sequence classifier, such as a reward model: expected a causal language "
+                    f"model for algorithm.objective={config.algorithm.objective}"
+                )
+            super().write(config, folder, target)
+            return
 
         if is_classifier(folder):
             check_reward_model(folder)

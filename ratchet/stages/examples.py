@@ -113,9 +113,19 @@ class Examples(DataStage):
                 tokens = (_judged if is_judged else _sampled)(tokenizer, row.prompt, chosen, rejected)
             except DataError as error:
                 raise DataError(f"{row.where}: {error}") from error
+            _check_learnable(chosen, tokens, row.where)
             yield (example_id, row), {"chosen": chosen, REJECTED: rejected}, tokens
         if num_draws:
             logger.warning("%s: %d pairs have the same completion on both sides", self.name, num_draws)
+
+
+def _check_learnable(chosen: Completion, tokens: Tokens, where: str) -> None:
+    """DataError for an example from which nothing can be learnt, or a pair of which one side has nothing to compare."""
+    texts = [chosen] if isinstance(chosen, str) else [turn["content"] for turn in chosen]
+    if not any(text.strip() for text in texts) or not any(tokens.chosen_mask):
+        raise DataError(f"{where}: expected a chosen completion to learn from, got {chosen!r:.80}")
+    if tokens.rejected_mask is not None and not any(tokens.rejected_mask):
+        raise DataError(f"{where}: no token of the rejected completion is the assistant's: expected at least its end")
 
 
 def longest_example(examples: pa.Table) -> int:

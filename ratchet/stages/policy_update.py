@@ -1,5 +1,6 @@
 """Train the policy on the step's trajectories and publish the next policy version."""
 
+import logging
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ from ratchet.stages.recovery import Learner
 from ratchet.stages.settings import trainer_settings
 from ratchet.stages.updates import NUM_TOKENS, Update, columns_of, step_metrics
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = {
     "advantages": ("trajectories", schemas.TRAJECTORIES),
@@ -105,6 +108,18 @@ def _is_hybrid(config: RunConfig) -> bool:
     return config.algorithm.objective == "hybrid"
 
 
+def _check_share(imitated: list[Any], num_tokens: int, ratio: float) -> None:
+    found = sum(int(row.loss_mask.sum()) for row in imitated)
+    if found < (wanted := num_tokens * ratio / (1 - ratio)):
+        logger.warning(
+            "algorithm.hybrid.sft_files holds %d loss tokens, and %.0f would make the share mix_ratio=%g beside the "
+            "rollouts of this step: each example counts the more; add examples, or lower mix_ratio",
+            found,
+            wanted,
+            ratio,
+        )
+
+
 def _dtype(config: RunConfig) -> str:
     return config.actor_rollout_ref.rollout.dtype
 
@@ -118,6 +133,8 @@ def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, f
     if _is_hybrid(config):
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         imitated = sft_rows(imitated_examples(run.store, examples_of(run, "sft"), config, step, num_tokens))
+        if step == 1:
+            _check_share(imitated, num_tokens, config.algorithm.hybrid.mix_ratio)
     metrics: dict[str, float] = trainer.update(rows, step=step, sft_rows=imitated)
     if config.behaviour_source == "policy":
         # Against the policy's own log-probs the difference is 0; the advantage stage knows the sampler's.

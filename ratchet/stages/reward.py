@@ -82,12 +82,15 @@ class Reward(Stage):
         else:
             samples = read_table(store, inputs["rollouts"].artifact, schemas.ROLLOUTS)
             table, per_token = grade_samples(context, _prompts(context), samples)
+            check_any_graded([table])
         outputs = {"rewards": write_table(context.store, f"{context.folder}/rewards", table)}
         if per_token is not None:
             outputs["token_rewards"] = write_table(context.store, f"{context.folder}/token_rewards", per_token)
         if "greedy_rollouts" in inputs:
             greedy_samples = read_table(store, inputs["greedy_rollouts"].artifact, schemas.ROLLOUTS)
             greedy, _ = grade_samples(context, _prompts(context), greedy_samples)
+            # Without one of these no group has what it is compared with.
+            check_any_graded([greedy])
             outputs["greedy_rewards"] = write_table(context.store, f"{context.folder}/greedy_rewards", greedy)
         metrics = _metrics(table)
         if context.config.reward_model.on_failure == "exclude":
@@ -99,16 +102,28 @@ def _prompts(context: Context) -> pa.Table:
     return run_table(context.run.store, context.inputs["prompts"].artifact, schemas.PROMPTS)
 
 
+def check_any_graded(tables: Sequence[pa.Table]) -> None:
+    """EngineError where all of these rewards together hold none: a step without one would teach nothing."""
+    num_rows = sum(table.num_rows for table in tables)
+    num_failed = sum(table["reward"].null_count for table in tables)
+    if num_rows and num_failed == num_rows:
+        from ratchet.rewards.graders import ungraded_error
+
+        first = next(table for table in tables if table.num_rows).slice(0, 1).to_pylist()[0]
+        raise ungraded_error(num_failed, num_rows, f"{_place(first)}: {first['error']}")
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"rollout {row['group_id']}, sample {row['sample_index']}"
+
+
 def grade_samples(context: Context, prompts: pa.Table, samples: pa.Table) -> tuple[pa.Table, pa.Table | None]:
     """Grade a table of rollouts: the table of their rewards, and of token rewards where the reward gives them."""
     rows = samples.select(_GRADED).to_pylist()
     by_id = prompts_by_id(prompts, [row["prompt_id"] for row in rows])
     graded = grade_rows(
         context,
-        [
-            grade_row(by_id[row["prompt_id"]], row, where=f"rollout {row['group_id']}, sample {row['sample_index']}")
-            for row in rows
-        ],
+        [grade_row(by_id[row["prompt_id"]], row, where=_place(row)) for row in rows],
     )
     keys = [{name: row[name] for name in schemas.ROLLOUT_KEY} for row in rows]
     table = table_from_rows(

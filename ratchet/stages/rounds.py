@@ -18,7 +18,7 @@ from ratchet.data import schemas
 from ratchet.data.parquet import table_from_rows
 from ratchet.rewards.shaping import penalties
 from ratchet.stages.base import Context
-from ratchet.stages.reward import grade_samples
+from ratchet.stages.reward import check_any_graded, grade_samples
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +51,21 @@ def sample_in_rounds(
 ) -> tuple[Round, dict[str, float]]:
     """Sample the groups at `positions`, then groups of `spare` prompts until as many are informative, or none is left.
 
-    Of a step without any informative group the first round is kept: it trains nothing, but the run goes on. Returns
-    what is kept, group by group in the order in which they were drawn, and metrics.
+    Of a step without any informative group the first round with a reward is kept: it trains nothing, but the run goes
+    on. EngineError where no round has any. Returns what is kept, group by group in the order in which they were drawn,
+    and metrics.
     """
     options, wanted = context.config.algorithm.filter_groups, len(positions)
     kept: list[Round] = []
+    graded: list[pa.Table] = []
     first: Round | None = None
     num_kept = num_sampled = rounds = 0
     while positions and num_kept < wanted and rounds < (options.max_num_gen_batches or rounds + 1):
         rollouts = sample(context, prompts, positions)
         current = Round(rollouts, *grade_samples(context, prompts, rollouts))
-        first = first or current
+        graded.append(current.rewards)
+        if first is None and current.rewards["reward"].null_count < current.rewards.num_rows:
+            first = current
         groups = _informative(context, current.rewards)[: wanted - num_kept]
         kept.append(current.of(groups))
         rounds += 1
@@ -69,6 +73,7 @@ def sample_in_rounds(
         num_kept += len(groups)
         drawn = (wanted - num_kept) * _DRAWN_PER_MISSING
         positions, spare = spare[:drawn], spare[drawn:]
+    check_any_graded(graded)
     assert first is not None
     if num_kept < wanted:
         logger.warning(

@@ -145,7 +145,7 @@ HYBRIDS = st.builds(
 FLOWS = st.one_of(RL_FLOWS, OFFLINE.map(lambda update: RLDataFlow(policy_update=update)), HYBRIDS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(FLOWS)
 def test_a_flow_comes_back_from_its_config_from_json_and_from_yaml(flow: DataFlow) -> None:
     written = flow.to_dict()
@@ -157,14 +157,14 @@ def test_a_flow_comes_back_from_its_config_from_json_and_from_yaml(flow: DataFlo
     assert type(flow).from_dict(yaml.safe_load(yaml.safe_dump(written))).config() == flow.config()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(FLOWS)
 def test_a_flow_that_was_read_from_a_config_agrees_with_it(flow: DataFlow) -> None:
     config = flow.config({"data": {"train_batch_size": 16, "train_files": "p.jsonl"}, "trainer": {"total_epochs": 3}})
     assert type(flow).from_config(config).config(config) == config
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(FLOWS, FLOWS)
 def test_flows_are_equal_when_they_make_the_same_config(one: DataFlow, other: DataFlow) -> None:
     assert (one == other) == (one.config() == other.config())

@@ -17,6 +17,7 @@ from ratchet.grains.checks.finding import Finding, Level
 from ratchet.rewards.data_proto import GradeRow
 from ratchet.rewards.graders import PARTS, Grader, RewardResult, open_grader
 from ratchet.rewards.model_files import open_reward_model
+from ratchet.rewards.results import failed_result
 
 MOST, FEW = 64, 4
 """Rows of one data source that are graded; few where each takes a model."""
@@ -90,6 +91,8 @@ class _Reward:
     tokenizer: Any
     given: list[float] = field(default_factory=list)
     """Every reward that it gave here."""
+    refused: list[str] = field(default_factory=list)
+    """What was said of each row that a service did not grade."""
 
     @property
     def name(self) -> str:
@@ -111,9 +114,28 @@ class _Reward:
                     completion_token_ids=ids,
                 )
             )
-        results = self.grader.grade(graded, shaping=False)
-        self.given.extend(result.reward for result in results)
+        results = self._results(graded)
+        self.given.extend(result.reward for result in results if not result.is_failed)
+        self.refused.extend(f"{row.place}: {it.error}" for row, it in zip(graded, results, strict=True) if it.is_failed)
         return results
+
+    def _results(self, rows: Sequence[GradeRow]) -> list[RewardResult]:
+        """One result per row; where a service fails for some, a few are tried alone to find those that it grades."""
+        try:
+            return self.grader.grade(rows, shaping=False)
+        except EngineError as error:
+            if self.kind == "model" or _is_unreachable(error):
+                raise
+            if len(rows) == 1:
+                return [failed_result(str(error))]
+            alone = [result for row in rows[:FEW] for result in self._results([row])]
+            # One that is down should not be waited for as often as there are rows.
+            return alone + [failed_result(str(error))] * (len(rows) - len(alone))
+
+    def check_any_graded(self) -> None:
+        """EngineError where it has graded nothing yet of what it was asked."""
+        if not self.given:
+            raise EngineError(f"{self.name} graded none of {len(self.refused)} completions; {self.refused[0]}")
 
 
 @dataclass(frozen=True)
@@ -122,8 +144,10 @@ class _Graded:
     results: list[RewardResult]
 
     @property
-    def mean(self) -> float:
-        return sum(result.reward for result in self.results) / len(self.results)
+    def mean(self) -> float | None:
+        """Over those that were graded: the others say nothing. None where none was."""
+        rewards = [result.reward for result in self.results if not result.is_failed]
+        return sum(rewards) / len(rewards) if rewards else None
 
 
 def _alone(config: RunConfig, kind: str) -> RunConfig:
@@ -156,21 +180,30 @@ def _judged(reward: _Reward, config: RunConfig, rows: Sequence[PromptRow]) -> Fi
     if not known:
         # Whether it answers at all shows without a ground truth as well.
         reward.grade(rows[:1], [_WRONG_TEXT])
+        reward.check_any_graded()
         return Finding("reward", "unknown", f"{reward.name}: no row has a reference answer that could be graded")
     own = reward.grader.rule(reward.source)
     phrase = own.reference_answer if own is not None else None
     truths = [row.reward_model["ground_truth"] for row in known]
     found: dict[Phrase, _Graded] = {}
+    means: dict[Phrase, float] = {}
     for each in (phrase,) if phrase is not None else _PHRASES:
         found[each] = _graded(reward, known, [each(truth) for truth in truths])
-        if reward.kind in ("api", "judge") and found[each].mean > 0 and len(found) > 1:
+        if (mean := found[each].mean) is not None:
+            means[each] = mean
+        if reward.kind in ("api", "judge") and means.get(each, 0.0) > 0 and len(found) > 1:
             # Each request may cost something.
             break
-    best = max(found, key=lambda each: found[each].mean)
-    wrong = _graded(reward, known, [best(_wrong(truth)) for truth in truths])
+    reward.check_any_graded()
+    best = max(means, key=lambda each: means[each])
+    right, wrong = means[best], _graded(reward, known, [best(_wrong(truth)) for truth in truths]).mean
+    if wrong is None and any(reward.given):
+        text = f"{reward.name} gives reference answers {right:.2g} on average, and graded none of the wrong ones"
+        return Finding("reward", "unknown", f"{text}: {reward.refused[-1]}")
+    wrong = wrong or 0.0
     is_silent = not any(reward.given)
-    level, said = _verdict(found[best].mean, wrong.mean, len(found), is_phrased=phrase is not None, is_silent=is_silent)
-    shown = f"{reward.name} gives reference answers {found[best].mean:.2g} and wrong ones {wrong.mean:.2g} on average"
+    level, said = _verdict(right, wrong, len(means), is_phrased=phrase is not None, is_silent=is_silent)
+    shown = f"{reward.name} gives reference answers {right:.2g} and wrong ones {wrong:.2g} on average"
     if level == "ok":
         return Finding("reward", level, f"{shown} ({len(known)} rows)")
     return Finding(
@@ -196,7 +229,8 @@ def _verdict(right: float, wrong: float, num_phrases: int, *, is_phrased: bool, 
 
 def _example(rows: Sequence[PromptRow], graded: _Graded) -> str:
     """The reference answer that earned least."""
-    at = min(range(len(rows)), key=lambda index: graded.results[index].reward)
+    own = [index for index, result in enumerate(graded.results) if not result.is_failed]
+    at = min(own, key=lambda index: graded.results[index].reward)
     row, result = rows[at], graded.results[at]
     read = f", read as {result.extracted!r}," if result.extracted is not None else ""
     return (
@@ -234,6 +268,13 @@ def _wrong(truth: str) -> str:
     if any(character.isdigit() for character in truth):
         return next((digit * 7 for digit in "7394261580" if digit not in truth), _WRONG_TEXT)
     return _WRONG_TEXT
+
+
+def _is_unreachable(error: EngineError) -> bool:
+    """Whether there was no answer at all, which other completions would not change."""
+    import aiohttp
+
+    return isinstance(error.__cause__, OSError | aiohttp.ClientError)
 
 
 def _unreachable(error: EngineError) -> Finding:

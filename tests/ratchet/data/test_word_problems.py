@@ -100,3 +100,18 @@ def test_wrong_arguments_are_refused() -> None:
             problem(*arguments, 0)
     with pytest.raises(DataError, match="at least 1, got 0"):
         generate(level=1, size=0, seed=0, split="train")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_rejected_has_another_result_and_nothing_else_is_different(level: int) -> None:
+    plain = generate(level=level, size=40, seed=3, split="train")
+    pairs = generate(level=level, size=40, seed=3, split="train", rejected=1)
+    assert [{"question": row["question"], "answer": row["answer"]} for row in pairs] == plain
+    for row in pairs:
+        (*steps, result), (*wrong_steps, wrong) = (row[name].split("\n") for name in ("answer", "rejected"))
+        assert steps[:-1] == wrong_steps[:-1]
+        assert 1 <= int(wrong.removeprefix("#### ")) - int(result.removeprefix("#### ")) <= 9
+        # The last step comes to what is said behind it.
+        assert f"={wrong.removeprefix('#### ')}>>" in wrong_steps[-1]
+    with pytest.raises(DataError, match="expected rejected=1 or 0, got 2"):
+        generate(level=level, size=1, seed=0, split="train", rejected=2)

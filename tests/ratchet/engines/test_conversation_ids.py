@@ -171,3 +171,18 @@ def test_tokenizers_that_put_a_space_before_texts_put_none_before_completions() 
     assert prompt_ids + ids == whole["input_ids"]
     assert all(mask)
     assert fast.convert_ids_to_tokens(ids)[-1] == "</s>"
+
+
+OPENS_THOUGHTS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"])
+def test_a_thought_that_the_template_writes_into_prompt_and_answer_is_not_begun_twice(text: str) -> None:
+    prompt, runs = _texts(_with(OPENS_THOUGHTS), text)
+    assert prompt.endswith(f"{HEADER}<think>\n")
+    assert runs == [(True, "hm\n</think>\n\nyes<|im_end|>")]

@@ -80,7 +80,7 @@ def test_a_judge_that_tells_right_from_wrong_is_asked_about_few() -> None:
     [
         ("Score: 7", "warning", "it does not tell them apart, however they are phrased"),
         ("Score: 0", "error", "it gave nothing but 0 to 5 phrasings"),
-        ("I cannot judge that.", "error", "completions could not be graded; rows.jsonl, line 1"),
+        ("I cannot judge that.", "error", "graded none of 5 completions; rows.jsonl, line 1"),
     ],
 )
 def test_a_judge_from_which_nothing_can_be_learnt_is_told(said: str, level: str, message: str) -> None:
@@ -88,6 +88,48 @@ def test_a_judge_from_which_nothing_can_be_learnt_is_told(said: str, level: str,
         finding = _found(_rows(["17"]), type="judge", judge={"url": server.url, "model": "m"})
     assert finding.level == level
     assert message in finding.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "level", "message"),
+    [
+        ("Score: 0", "ok", "gives reference answers 1 and wrong ones 0 on average (2 rows)"),
+        ("Hm.", "unknown", "gives reference answers 1 on average, and graded none of the wrong ones: rows.jsonl, line"),
+    ],
+)
+def test_a_phrasing_without_a_verdict_says_nothing(wrong: str, level: str, message: str) -> None:
+    def verdict(question: str) -> str:
+        answer, _, reference = question.partition("\n\nReference answer:\n")
+        if reference.partition("\n")[0] not in answer:
+            return wrong
+        return "Score: 10" if "The answer is 19." in answer else "I cannot judge that."
+
+    with _judging(verdict) as server:
+        finding = _found(_rows(["17", "19"]), type="judge", judge={"url": server.url, "model": "m"})
+    assert finding.level == level
+    assert message in finding.message
+
+
+def test_an_endpoint_that_fails_for_some_is_asked_about_others_and_one_that_refuses_is_not() -> None:
+    def answer(body: dict[str, Any]) -> Answer:
+        completions = [row["completion"] for row in body["rows"]]
+        if "#### 17" in completions:
+            return 503, {}, b"busy"
+        rewards = [float(completion.startswith("#### ") and "7777777" not in completion) for completion in completions]
+        return 200, {}, json.dumps({"rewards": rewards}).encode()
+
+    with _judging(str) as server:
+        server.answer = answer
+        finding = _found(_rows(["17", "19"]), type="api", url=server.url)
+        assert finding.level == "ok"
+        server.answer = lambda body: (503, {}, b"busy")
+        del server.bodies[:]
+        down = _found(_rows(["17", "19"]), type="api", url=server.url)
+    assert down.level == "error"
+    assert "graded none of 10 completions; rows.jsonl, line 1" in down.message
+    assert "503" in down.message
+    unreachable = _found(_rows(["17"]), type="api", url=server.url)
+    assert unreachable.level == "error"
 
 
 def test_a_small_reward_model_is_asked(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_the_template_is_filled_once_and_other_braces_are_its_own(server: Server
 @pytest.mark.parametrize(
     ("text", "settings", "reward"),
     [
-        ("Score: 3 at first, no: Score: 7", {}, 0.7),
+        ("Score: 3\nNo, that is too strict.\nScore: 7", {}, 0.7),
+        ("Good work.\n**Score (0-10):** 8/10.", {}, 0.8),
+        ("Final score = .5 out of 10", {}, 0.05),
         ("**Score**: 10/10", {}, 1.0),
         ("score = 0", {}, 0.0),
         ("[[2]]", {"pattern": r"\[\[(\d+)\]\]", "scale": [1, 5]}, 0.25),
@@ -96,6 +98,16 @@ def test_the_last_number_that_the_pattern_finds_is_mapped_from_the_scale(
 ) -> None:
     server.answer = lambda body: says(text)
     assert [one.reward for one in _score(server, _rows("a"), judge=settings)] == [reward]
+
+
+@pytest.mark.parametrize(
+    "text", ["Score 1-10: 7", "score - 3 points off: 7", "The score depends: 4", "Scores: 5 and 6", "Score: 7 or 8"]
+)
+def test_a_number_that_only_looks_like_a_score_is_no_verdict(server: Server, text: str) -> None:
+    server.answer = lambda body: says(text)
+    (found,) = _score(server, _rows("a"), on_failure="exclude")
+    assert found.error is not None
+    assert "no number was found" in found.error
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ EQUAL = [
     (r"\boxed{Evelyn}", r"\text{Evelyn}"),
     ("The answer is 042.", "42"),
     ("Answer: $34$", "34"),
+    (r"We get \boxed{1}. But wait, that is wrong, so the answer is \boxed{2}", "2"),
+    (r"first \boxed{1} then \boxed{2}", "2"),
+    (r"$x=\boxed{1}$ or $x=\boxed{-2}$", "1,-2"),
+    (r"\boxed{\boxed{5}}", "5"),
     (r"First \boxed{41} was my guess.", r"A whole solution, which ends in \boxed{41}"),
 ]
 DIFFERENT = [
@@ -161,7 +165,7 @@ def test_a_fork_grades_by_a_worker_of_its_own(rule: MathRule) -> None:
     assert rule.score(_rows((r"\boxed{3}", "3")))[0].reward == 1.0
 
 
-@pytest.mark.parametrize("truth", ["", "  ", "$$"])
+@pytest.mark.parametrize("truth", ["", "  ", "$$", r"\boxed{}", r"\text{ }"])
 def test_a_ground_truth_that_holds_no_answer_is_refused_before_and_while_grading(rule: MathRule, truth: str) -> None:
     with pytest.raises(DataError, match="expected an answer in LaTeX or a number as ground truth, got"):
         check_ground_truth(truth)

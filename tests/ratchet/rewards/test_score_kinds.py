@@ -112,6 +112,10 @@ def test_by_a_judge_whose_missing_verdicts_are_no_zeros(ratchet: Ratchet, file: 
     finished = ratchet("score", file, *keys)
     assert finished.code != 0
     assert "completions.jsonl, line 3" in finished.err
+    # Lines are graded in chunks: that a whole one has no verdict says nothing about the next.
+    server.answer = lambda body: _verdict("Who could tell?")
+    scored = _scored(ratchet, file, *keys, "reward_model.on_failure=exclude")
+    assert [line["reward"] for line in scored] == [None, None, None]
 
 
 def test_by_the_rule_of_mathematics_over_the_lines_data_source(ratchet: Ratchet, tmp_path: Path) -> None:

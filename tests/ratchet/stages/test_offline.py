@@ -14,7 +14,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.engines.model import load_tokenizer
 from ratchet.engines.reward_model import RewardModel
-from ratchet.errors import ConfigError, DataError, NotCommittedError
+from ratchet.errors import ConfigError, DataError, EngineError, NotCommittedError
 from ratchet.grains.checks.finding import PipelineFacts
 from ratchet.grains.checks.sources import named_sources
 from ratchet.grains.replay import replay
@@ -315,3 +315,22 @@ def test_people_are_told_of_losses_and_that_there_are_no_completions(runs: dict[
     assert f"in step {STEPS}" in screen
     assert "held out  loss " in screen
     assert "1.000 on apples" in "\n".join(screen_lines(collect(runs["dpo"])))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"chosen": " "}, "expected a chosen completion to learn from, got ' '"), ({"chosen": ""}, "got ''")],
+)
+def test_an_example_without_anything_to_learn_is_named(
+    tmp_path: Path, tiny_model: Path, sources: tuple[Path, Path], changed: dict[str, str], message: str
+) -> None:
+    bad = write_pairs(tmp_path / "bad.jsonl", range(8), **changed)
+    with pytest.raises(DataError, match=f"bad.jsonl, line 1: .*{message}"):
+        train_tiny(tmp_path / "runs", "run", offline_config(tiny_model, (bad, sources[1]), "sft"))
+
+
+def test_a_classifier_is_no_policy(runs: dict[str, Run], tmp_path: Path, sources: tuple[Path, Path]) -> None:
+    run = runs["reward_model"]
+    folder = Path(run.root) / run.run_id / run.require("checkpoint_export", STEPS).output("export").folder
+    with pytest.raises(EngineError, match=r"is a sequence classifier, such as a reward model: expected a causal"):
+        train_tiny(tmp_path / "runs", "run", offline_config(folder, sources, "sft"))

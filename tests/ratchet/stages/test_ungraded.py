@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ratchet.config import RunConfig
 from ratchet.data import schemas
+from ratchet.engines.sampler import Completion
 from ratchet.errors import EngineError
 from ratchet.grains import loop
 from ratchet.store.run import POLICY_UPDATE, Run
@@ -110,6 +112,39 @@ def test_a_group_is_told_to_teach_by_those_of_it_that_were_graded(
         )
     assert [row["reward"] for row in rewards] == [1.0, None, 0.0]
     assert [row["group_size"] for row in rows] == [2, None, 2]
+
+
+def _in_rounds(problems: Path, tiny_model: Path, excluding: dict[str, Any]) -> RunConfig:
+    options = {N: 3, "algorithm.filter_groups.enable": True, "data.train_batch_size": 1}
+    return one_step_config(tiny_model, problems, **excluding, **options)
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        ((RIGHT, CUT, WRONG), [1.0, None, 0.0]),
+        # Nothing teaches: what is kept is a round that has rewards.
+        ((WRONG, CUT, WRONG), [None, None, None, 0.0, None, 0.0]),
+    ],
+)
+def test_a_round_without_a_graded_completion_does_not_end_the_step(
+    tmp_path: Path, tiny_model: Path, excluding: dict[str, Any], last: tuple[Completion, ...], kept: list[float | None]
+) -> None:
+    config = _in_rounds(write_problems(tmp_path / "problems.jsonl", 3), tiny_model, excluding)
+    # The first round has one group, the second two.
+    with prepared(tmp_path, config, CUT, CUT, CUT, *last) as session:
+        loop.run_step(session, 1)
+        rewards = table_rows(session.store_run, "reward", "rewards", schemas.REWARDS)
+    assert [row["reward"] for row in rewards] == kept
+
+
+def test_rounds_without_any_graded_completion_end_the_step(
+    tmp_path: Path, tiny_model: Path, excluding: dict[str, Any]
+) -> None:
+    config = _in_rounds(write_problems(tmp_path / "problems.jsonl", 3), tiny_model, excluding)
+    said = r"9 of 9 completions could not be graded; rollout .*, sample 0: .*is down; submit again once the service"
+    with prepared(tmp_path, config, CUT) as session, pytest.raises(EngineError, match=said):
+        loop.run_step(session, 1)
 
 
 def test_correction_weights_have_a_row_for_it(
