@@ -20,6 +20,7 @@ TIMEOUT_SECONDS = 120.0
 """For all of them to meet, and for one broadcast."""
 _ALIGNMENT = 16
 _POLL_SECONDS = 0.0005
+_NOTICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,11 @@ class WeightGroup:
                 time.sleep(_POLL_SECONDS)
             work.wait()
         except RuntimeError as error:
+            # Who has closed the connection may take a moment to end, and `check` names it then.
+            noticed = time.monotonic() + _NOTICE_SECONDS
+            while time.monotonic() < noticed:
+                check()
+                time.sleep(_POLL_SECONDS)
             raise EngineError(f"weights could not be sent from process to process: {error}") from error
 
 
