@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ratchet.config import load_config
+from ratchet.config import RunConfig, load_config
 from ratchet.environment import set_defaults
 from ratchet.grains import loop
 from ratchet.grains.session import open_session, submit
@@ -53,16 +53,21 @@ def _run(arguments: argparse.Namespace) -> None:
         started = time.time()
         overrides = [f"actor_rollout_ref.model.path={arguments.model}", *arguments.overrides]
         config = load_config(CONFIGS / f"{name}.yaml", overrides)
-        run = submit(arguments.root, f"curve-{name}{arguments.suffix}", config)
-        with open_session(run, config, echo=lambda line: None) as session:
-            loop.train(session)
-            device = session.residents.torch_device()
+        run, device = trained(config, arguments.root, f"curve-{name}{arguments.suffix}")
         numbers = {"algorithm": name, "overrides": arguments.overrides, "device": device} | curve(run)
         path = arguments.out / f"curve-{name}{arguments.suffix}.json"
         path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
         ends = f"{numbers['held_out'][0]['accuracy']:.3f} -> {numbers['held_out'][-1]['accuracy']:.3f}"
         sys.stdout.write(f"{name}: held-out {ends}, {time.time() - started:.0f} s in all\n")
         sys.stdout.flush()
+
+
+def trained(config: RunConfig, root: str, run_id: str) -> tuple[Run, str]:
+    """Train to the end, or go on with the run of that id; return it, and the device that it was trained on."""
+    run = submit(root, run_id, config)
+    with open_session(run, config, echo=lambda line: None) as session:
+        loop.train(session)
+        return run, session.residents.torch_device()
 
 
 def curve(run: Run) -> dict[str, Any]:

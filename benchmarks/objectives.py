@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.curves import CONFIGS
+from benchmarks.curves import CONFIGS, trained
 from ratchet.config import load_config
 from ratchet.environment import set_defaults
-from ratchet.grains import loop
-from ratchet.grains.session import open_session, submit
 from ratchet.store.run import POLICY_UPDATE, Run
 
 OBJECTIVES = ("sft", "dpo", "reward_model", "hybrid")
@@ -51,10 +49,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for objective in arguments.only:
         overrides = [f"actor_rollout_ref.model.path={arguments.model}", *arguments.overrides]
         config = load_config(CONFIGS / f"{objective}.yaml", overrides)
-        run = submit(arguments.root, objective, config)
-        with open_session(run, config, echo=lambda line: None) as session:
-            loop.train(session)
-            device = session.residents.torch_device()
+        run, device = trained(config, arguments.root, objective)
         facts = {"objective": objective, "model": Path(arguments.model).name, "device": device}
         tables.write_json(
             arguments.out / f"{objective}.json", {**facts, "overrides": arguments.overrides, **numbers(run)}

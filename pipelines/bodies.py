@@ -45,12 +45,13 @@ Values = Mapping[str, Any]
 _RUN = {"root": str, "run_id": str, "submission_id": str}
 
 
-def train_in_segments(run: Values, settings: Values) -> None:
+def train_in_segments(parameters: Values) -> None:
     """Add the tasks of a run whose pods each train a segment of steps.
 
-    `run` holds root and run_id, `settings` the other parameters of preflight.
+    `parameters` are the pipeline's by name, as `locals()` has them in its first line: those of preflight, root and
+    run_id among them.
     """
-    claimed = _preflight(run, settings, grain="segment", has_critic=True)
+    run, claimed = _run_of(parameters), _preflight(parameters, grain="segment", has_critic=True)
     with dsl.If(claimed.outputs["Output"] == "train", name="work"):
         segments = _plan(run, after=_preprocess(run))
         with dsl.ParallelFor(segments.output, parallelism=1, name="segments") as item:
@@ -58,9 +59,9 @@ def train_in_segments(run: Values, settings: Values) -> None:
         _finish(run, claimed, after=trained)
 
 
-def train_in_steps(run: Values, settings: Values) -> None:
+def train_in_steps(parameters: Values) -> None:
     """Add the tasks of a run whose pods each run one RL step, for nodes that may be taken away at any time."""
-    claimed = _preflight(run, settings, grain="step", has_critic=True)
+    run, claimed = _run_of(parameters), _preflight(parameters, grain="step", has_critic=True)
     with dsl.If(claimed.outputs["Output"] == "train", name="work"):
         steps = _plan(run, after=_preprocess(run))
         with dsl.ParallelFor(steps.output, parallelism=1, name="steps") as item:
@@ -68,13 +69,13 @@ def train_in_steps(run: Values, settings: Values) -> None:
         _finish(run, claimed, after=trained)
 
 
-def train_in_stages(run: Values, settings: Values, *, step: Literal["grpo", "ppo", "offline"]) -> None:
+def train_in_stages(parameters: Values, *, step: Literal["grpo", "ppo", "offline"]) -> None:
     """Add the tasks of a run whose pods each run one stage of a step of that kind; but for ppo, preflight refuses a
     config that has a critic.
 
     The base is evaluated before anything is trained: a run's last task must be the one that ends it.
     """
-    claimed = _preflight(run, settings, grain="stage", has_critic=step == "ppo")
+    run, claimed = _run_of(parameters), _preflight(parameters, grain="stage", has_critic=step == "ppo")
     with dsl.If(claimed.outputs["Output"] == "train", name="work"):
         prepared = _preprocess(run)
         base = _uncached(_evaluation(**run, submission_id=JOB, version="base", **_where(claimed))).after(prepared)
@@ -86,10 +87,14 @@ def train_in_stages(run: Values, settings: Values, *, step: Literal["grpo", "ppo
         _finish(run, claimed, after=trained)
 
 
-def _preflight(run: Values, settings: Values, *, grain: str, has_critic: bool) -> dsl.PipelineTask:
+def _run_of(parameters: Values) -> Values:
+    """Return what names the run, which every task is told."""
+    return {name: parameters[name] for name in ("root", "run_id")}
+
+
+def _preflight(parameters: Values, *, grain: str, has_critic: bool) -> dsl.PipelineTask:
     task = preflight(
-        **run,
-        **{"from_champion": False, "champion": "", "min_accuracy": 0.0, **settings},
+        **{"from_champion": False, "champion": "", "min_accuracy": 0.0, **parameters},
         submission_id=JOB,
         grain=grain,
         has_critic=has_critic,

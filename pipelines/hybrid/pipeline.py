@@ -33,12 +33,4 @@ def hybrid(
         min_accuracy: Held-out accuracy (0 to 1) below which nothing is promoted.
         device_map: What pods ask for, over the config: {"segment": {"accelerator_count": 1}, "evaluate": ...}.
     """
-    settings = {
-        "config": config,
-        "total_steps": total_steps,
-        "steps_per_segment": steps_per_segment,
-        "champion": champion,
-        "min_accuracy": min_accuracy,
-        "device_map": device_map,
-    }
-    train_in_segments({"root": root, "run_id": run_id}, settings)
+    train_in_segments(locals())

@@ -33,15 +33,7 @@ def ppo(
         min_accuracy: Held-out accuracy (0 to 1) below which nothing is promoted.
         device_map: What pods ask for, over the config: {"segment": {"accelerator_count": 1}, "evaluate": ...}.
     """
-    settings = {
-        "config": config,
-        "total_steps": total_steps,
-        "steps_per_segment": steps_per_segment,
-        "champion": champion,
-        "min_accuracy": min_accuracy,
-        "device_map": device_map,
-    }
-    train_in_segments({"root": root, "run_id": run_id}, settings)
+    train_in_segments(locals())
 
 
 @dsl.pipeline(name="ratchet-ppo-stages")
@@ -68,12 +60,4 @@ def ppo_stages(
         device_map: What pods ask for, over the config, by rollout, scores, policy_update and evaluate:
             {"rollout": {"accelerator_count": 1}, ...}.
     """
-    settings = {
-        "config": config,
-        "total_steps": total_steps,
-        "steps_per_segment": 1,
-        "champion": champion,
-        "min_accuracy": min_accuracy,
-        "device_map": device_map,
-    }
-    train_in_stages({"root": root, "run_id": run_id}, settings, step="ppo")
+    train_in_stages({**locals(), "steps_per_segment": 1}, step="ppo")

@@ -29,10 +29,4 @@ def sft(
         steps_per_segment: Steps of one segment, at most 40 segments in a run; 0 takes what the config says.
         device_map: What pods ask for, over the config: {"segment": {"accelerator_count": 1}, "evaluate": ...}.
     """
-    settings = {
-        "config": config,
-        "total_steps": total_steps,
-        "steps_per_segment": steps_per_segment,
-        "device_map": device_map,
-    }
-    train_in_segments({"root": root, "run_id": run_id}, settings)
+    train_in_segments(locals())

@@ -6,9 +6,13 @@ leave the others waiting for ever. Empty micro-batches fill the gap.
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
+
+Item = TypeVar("Item")
 
 MicroBatch = list[int]
 """Row indices, ascending. Example: [0, 3, 4]."""
@@ -41,6 +45,12 @@ def pack_by_tokens(lengths: Sequence[int], max_tokens: int, *, multiple_of: int 
     # Dealing evenly may exceed the budget where first-fit does not; then an uneven but fitting packing is better.
     is_fitting = all(len(rows) == 1 or sum(lengths[row] for row in rows) <= max_tokens for rows in dealt)
     return _ordered(dealt if is_fitting else packed)
+
+
+def even_runs(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """Cut a sequence into `count` runs of nearly equal length, in order. Example: [1, 2, 3] gives [1], [2, 3]."""
+    edges = [len(items) * number // count for number in range(count + 1)]
+    return [list(items[start:end]) for start, end in pairwise(edges)]
 
 
 def pack_by_count(num_rows: int, rows_per_micro_batch: int) -> list[MicroBatch]:

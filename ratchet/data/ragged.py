@@ -36,6 +36,13 @@ def lengths_of(column: pa.ChunkedArray) -> "Tensor":
     return torch.from_numpy(np.diff(_offsets(column)[1]).astype(np.int64))
 
 
+def true_counts(column: pa.ChunkedArray) -> np.ndarray:
+    """Number of true entries of each row's list of truth values, int64 [B]; a null is a DataError."""
+    values, offsets = _offsets(column)
+    before = np.concatenate([[0], np.cumsum(values.to_numpy(zero_copy_only=False), dtype=np.int64)])
+    return np.diff(before[offsets])
+
+
 def padded(column: pa.ChunkedArray, mask: "Tensor") -> "Tensor":
     """Return the lists as float32 [B, T], 0 where `mask` (bool [B, T], row i true up to its length) is false.
 

@@ -99,8 +99,9 @@ def _written_spans(
     places = [place for place in range(len(prompt), len(conversation)) if conversation[place]["role"] == "assistant"]
     starts = rendered(tokenizer, [conversation[:place] for place in places])
     for place, begun in zip(places, starts, strict=True):
-        message = conversation[place]
-        conversation[place] = {**message, "content": _gone_on_with(begun, message["content"])}
+        message, tag = conversation[place], _LAST_TAG.search(begun.rstrip())
+        if tag is not None:
+            conversation[place] = {**message, "content": _without_opening(tag[0], message["content"])}
     within, last = _turn_ends(tokenizer, str(tokenizer.chat_template))
     template = tokenizer.get_chat_template()
     if _GENERATION_TAG.search(template):
@@ -131,12 +132,11 @@ def _written_spans(
     return starts[0], text, spans
 
 
-def _gone_on_with(begun: str, content: str) -> str:
-    """The content without the tag that the prompt ends with: a thought that the template opens is not begun twice."""
-    tag = _LAST_TAG.search(begun.rstrip())
-    if tag is None or not content.lstrip().startswith(tag[0]):
+def _without_opening(opening: str, content: str) -> str:
+    """The content without what the prompt ends with already: a thought that the template opens is not begun twice."""
+    if not opening or not content.lstrip().startswith(opening):
         return content
-    return content.lstrip().removeprefix(tag[0]).lstrip("\n")
+    return content.lstrip().removeprefix(opening).lstrip("\n")
 
 
 def _verbatim(
@@ -148,10 +148,7 @@ def _verbatim(
     that `content` begins itself is not begun twice.
     """
     shared = next((i for i, (a, b) in enumerate(zip(begun, said, strict=False)) if a != b), min(len(begun), len(said)))
-    opening = begun[shared:].strip()
-    if opening and content.lstrip().startswith(opening):
-        content = content.lstrip().removeprefix(opening).lstrip("\n")
-    text = begun + content + (end or _end_of_text(tokenizer))
+    text = begun + _without_opening(begun[shared:].strip(), content) + (end or _end_of_text(tokenizer))
     return begun, text, [(len(begun), len(text))]
 
 

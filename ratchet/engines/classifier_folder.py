@@ -31,7 +31,7 @@ def make_classifier_folder(causal_folder: Path, target: Path, *, seed: int) -> N
     """
     config = load_config(causal_folder)
     text = config.get_text_config()
-    if is_classifier(causal_folder) or read_head(causal_folder, text.hidden_size) is not None:
+    if is_classifier(config) or read_head(causal_folder, text.hidden_size) is not None:
         raise EngineError(f"expected a causal language model in {str(causal_folder)!r}, got a model that has a head")
     config.architectures = [_classifier_of(config)]
     config.num_labels = 1

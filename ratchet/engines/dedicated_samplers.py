@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ratchet.data.packing import even_runs
 from ratchet.engines.broadcast import Packed, WeightGroup, rendezvous
 from ratchet.engines.model import torch_device
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
@@ -70,7 +70,8 @@ class DedicatedSamplers:
 
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
         """Draw one completion for each request, in their order; see `Sampler.sample`."""
-        parts = _dealt(list(requests), max(len(self._connections), 1))
+        # Neighbours share a prompt, and so what is cached of it.
+        parts = even_runs(requests, max(len(self._connections), 1))
         answers = self._call("sample", [(part, params) for part in parts])
         return [completion for answer in answers for completion in answer]
 
@@ -165,7 +166,7 @@ class DedicatedSamplers:
         except BaseException as error:
             # The others may be at something that is of no use any more.
             self._kill()
-            if isinstance(error, BrokenPipeError):
+            if isinstance(error, ConnectionError):
                 raise EngineError(f"a sampler process has ended before {method}") from error
             raise
 
@@ -194,12 +195,6 @@ class DedicatedSamplers:
         for process in self._processes:
             process.kill()
         self.close()
-
-
-def _dealt(items: list[Any], count: int) -> list[list[Any]]:
-    """Cut a list into `count` runs of nearly equal length: neighbours share a prompt, and so what is cached of it."""
-    edges = [len(items) * number // count for number in range(count + 1)]
-    return [items[start:end] for start, end in pairwise(edges)]
 
 
 def _gpus(count: int, first: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ratchet.algorithms.loss_terms import segment_sums
 from ratchet.algorithms.preference import PreferenceLossType, check_preference_loss, dpo_loss
 from ratchet.data.packing import Entries, MicroBatch
-from ratchet.engines.offline_rows import PairRow, SFTRow, check_pairs, pair_outcomes
+from ratchet.engines.offline_rows import PairRow, SFTRow, check_pairs, pair_means, pair_outcomes, pair_rewards
 from ratchet.engines.packed import PackedTokens
 from ratchet.engines.policy_trainer import PolicyTrainer
 from ratchet.engines.training import LossTokens, MiniBatch, Share, TrainingSettings
@@ -73,22 +73,14 @@ class DPOTrainer(PolicyTrainer[PairRow, DPOSettings]):
         sums, ratios = _sums(log_probs, rows, tokens, self.settings)
         loss = _losses(ratios, self.settings).sum() / batch.totals.num_sequences
         chosen, rejected = (self.settings.beta * ratios.detach()).unbind(1)
-        measured = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).double(),
-            "rewards/margins": chosen - rejected,
-            "logps/chosen": sums.detach()[:, 0],
-            "logps/rejected": sums.detach()[:, 1],
-        }
-        return Share(loss, {"loss": loss.detach()} | {name: values.sum() for name, values in measured.items()})
+        of_chosen, of_rejected = sums.detach().sum(0).unbind()
+        measured = {**pair_rewards(chosen, rejected), "logps/chosen": of_chosen, "logps/rejected": of_rejected}
+        return Share(loss, {"loss": loss.detach(), **measured})
 
     def _batch_metrics(
         self, sums: Mapping[str, float], largest: Mapping[str, float], batch: MiniBatch[PairRow]
     ) -> dict[str, float]:
-        num_pairs = batch.totals.num_sequences
-        means = {name: value / num_pairs for name, value in sums.items() if name != "loss"}
-        return {"actor/loss": sums["loss"]} | means
+        return pair_means(sums, batch.totals.num_sequences)
 
     def _summary(self, rows: Sequence[PairRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
         return super()._summary(rows, done) | {"perf/total_num_tokens": float(sum(row.num_tokens() for row in rows))}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ratchet.engines.model import is_classifier, load_causal_lm, load_pretrained, torch_dtype
+from ratchet.engines.model import is_classifier, load_causal_lm, load_config, load_pretrained, torch_dtype
 from ratchet.errors import EngineError
 
 NOT_COPIED = (".safetensors", ".index.json")
@@ -23,7 +23,7 @@ def write_export(model_folder: Path, target: Path, *, dtype: str, max_shard_size
     The folder is a causal language model's or a sequence classifier's; so is the export. A classifier's head is written
     in float32, in which it is trained and computes.
     """
-    if is_classifier(model_folder):
+    if is_classifier(load_config(model_folder)):
         model = load_pretrained(AutoModelForSequenceClassification, model_folder, torch.float32, device="cpu")
         model.base_model.to(torch_dtype(dtype))
     else:

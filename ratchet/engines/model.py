@@ -93,9 +93,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def is_classifier(folder: Path) -> bool:
-    """Whether the folder's configuration is a sequence classifier's."""
-    architectures = getattr(load_config(folder), "architectures", None) or [""]
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Whether a model's configuration is a sequence classifier's."""
+    architectures = getattr(config, "architectures", None) or [""]
     return str(architectures[0]).endswith("ForSequenceClassification")
 
 

@@ -4,7 +4,7 @@ Trap: what is compared is a whole text and not a token: a pair with a side that 
 and is refused rather than counted as a draw.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,23 @@ def check_pairs(rows: Sequence[PairRow], *, needs_reference: bool) -> None:
                 raise DataError(f"row {index} has no reference_{side}_log_probs: give them, or set reference_free")
         columns = {f"reference_{side}_log_probs": references} if needs_reference else {}
         check_columns(sequences, columns, of=side)
+
+
+def pair_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """What is measured of pairs in training, by TRL's names: sums over the pairs, of each side's rewards [P]."""
+    measured = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).double(),
+        "rewards/margins": chosen - rejected,
+    }
+    return {name: values.sum() for name, values in measured.items()}
+
+
+def pair_means(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
+    """A mini-batch's metrics, from what its pairs' shares add up to; "loss" is a mean already."""
+    means = {name: value / num_pairs for name, value in sums.items() if name != "loss"}
+    return {"actor/loss": sums["loss"]} | means
 
 
 def pair_outcomes(losses: Tensor, margins: Tensor, tokens: LossTokens) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ratchet.algorithms.preference import bradley_terry_loss
 from ratchet.data.packing import MicroBatch
 from ratchet.engines.liger import make_faster
-from ratchet.engines.offline_rows import SIDES, PairRow, SFTRow, check_pairs, pair_outcomes
+from ratchet.engines.offline_rows import SIDES, PairRow, SFTRow, check_pairs, pair_means, pair_outcomes, pair_rewards
 from ratchet.engines.packed import PackedTokens
 from ratchet.engines.sharded import ShardedTrainer
 from ratchet.engines.training import LossTokens, MiniBatch, Share, TrainingSettings
@@ -74,21 +74,13 @@ class RewardModelTrainer(ShardedTrainer[ValueModel, PairRow, RewardModelSettings
             return Share(self._module(packed).sum())
         chosen, rejected = self._module(last_places(packed)).view(-1, 2).unbind(1)
         loss = bradley_terry_loss(chosen, rejected).sum() / batch.totals.num_sequences
-        with torch.no_grad():
-            chosen, rejected = chosen.double(), rejected.double()
-            measured = {
-                "rewards/chosen": chosen,
-                "rewards/rejected": rejected,
-                "rewards/accuracies": (chosen > rejected).double(),
-                "rewards/margins": chosen - rejected,
-            }
-        return Share(loss, {"loss": loss.detach().double()} | {name: one.sum() for name, one in measured.items()})
+        measured = pair_rewards(chosen.detach().double(), rejected.detach().double())
+        return Share(loss, {"loss": loss.detach().double(), **measured})
 
     def _batch_metrics(
         self, sums: Mapping[str, float], largest: Mapping[str, float], batch: MiniBatch[PairRow]
     ) -> dict[str, float]:
-        num_pairs = batch.totals.num_sequences
-        return {"actor/loss": sums["loss"]} | {name: sums[name] / num_pairs for name in sums if name != "loss"}
+        return pair_means(sums, batch.totals.num_sequences)
 
     def _summary(self, rows: Sequence[PairRow], done: Sequence[dict[str, float]]) -> dict[str, float]:
         return super()._summary(rows, done) | {"perf/total_num_tokens": float(sum(row.num_tokens() for row in rows))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from ratchet.algorithms.aggregation import LossTotals
-from ratchet.data.packing import MicroBatch, flat
+from ratchet.data.packing import MicroBatch, even_runs, flat
 from ratchet.engines.objective import TrainerSettings, TrainRow, check_rows, micro_batch_loss
 from ratchet.engines.offline_rows import SFTRow
 from ratchet.engines.packed import PackedTokens
@@ -56,8 +56,7 @@ class Trainer(PolicyTrainer[TrainRow | SFTRow, TrainerSettings]):
         if not given:
             return batches
         batches = batches or [[]]
-        ends = [len(given) * number // len(batches) for number in range(len(batches) + 1)]
-        return [[*batch, *given[start:end]] for batch, start, end in zip(batches, ends, ends[1:], strict=False)]
+        return [[*batch, *run] for batch, run in zip(batches, even_runs(given, len(batches)), strict=True)]
 
     def _micro_batches(self, rows: Sequence[TrainRow | SFTRow]) -> Iterator[tuple[MicroBatch, PackedTokens]]:
         # The two kinds share no micro-batch: they may be of different temperatures.

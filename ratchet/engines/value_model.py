@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ratchet.data.packing import Entries, pack_by_tokens
-from ratchet.engines.model import load_config, load_pretrained, weight_files
+from ratchet.engines.model import is_classifier, load_config, load_pretrained, weight_files
 from ratchet.engines.packed import PackedModel, PackedTokens, pack
 from ratchet.errors import EngineError
 
@@ -104,8 +104,7 @@ def judged(ids: Sequence[int] | np.ndarray, padding: int | None) -> list[int]:
 
 def padding_id(config: PreTrainedConfig) -> int | None:
     """The token that a model of this configuration is not judged at: a classifier's padding; None for others."""
-    architectures = getattr(config, "architectures", None) or [""]
-    if not architectures[0].endswith("ForSequenceClassification"):
+    if not is_classifier(config):
         return None
     found: int | None = config.get_text_config().pad_token_id
     return found

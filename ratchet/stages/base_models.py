@@ -73,23 +73,24 @@ class BasePolicy(CopiedModel):
         load_tokenizer(folder)  # a model that cannot be prompted must not become the run's policy
 
     def write(self, config: RunConfig, folder: Path, target: Path) -> None:
-        from ratchet.engines.classifier_folder import make_classifier_folder
-        from ratchet.engines.model import is_classifier
-        from ratchet.engines.reward_model import check_reward_model
+        from ratchet.engines.model import is_classifier, load_config
 
+        has_head = is_classifier(load_config(folder))
         if not _is_reward_model(config):
-            if is_classifier(folder):
+            if has_head:
                 raise EngineError(
                     f"{self.path(config)} is a sequence classifier, such as a reward model: expected a causal language "
                     f"model for algorithm.objective={config.algorithm.objective}"
                 )
             super().write(config, folder, target)
-            return
+        elif has_head:
+            from ratchet.engines.reward_model import check_reward_model
 
-        if is_classifier(folder):
             check_reward_model(folder)
             super().write(config, folder, target)
         else:
+            from ratchet.engines.classifier_folder import make_classifier_folder
+
             make_classifier_folder(folder, target, seed=config.trainer.seed)
 
 

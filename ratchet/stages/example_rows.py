@@ -1,5 +1,6 @@
 """The examples of one step as the rows that trainers take."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.join import aligned
 from ratchet.data.order import batch_positions, imitated_positions
-from ratchet.data.ragged import list_column
+from ratchet.data.ragged import list_column, true_counts
 from ratchet.stages.base import Input
 from ratchet.stages.run_tables import run_table
 from ratchet.store.objects import ObjectStore
@@ -17,6 +18,8 @@ from ratchet.store.run import Run
 
 if TYPE_CHECKING:
     from ratchet.engines.offline_rows import PairRow, SFTRow
+
+logger = logging.getLogger(__name__)
 
 CHOSEN, REJECTED = 0, 1
 """sample_index of a pair's completions."""
@@ -46,9 +49,19 @@ def imitated_examples(store: ObjectStore, examples: Input, config: RunConfig, st
     table = run_table(store, examples.artifact, schemas.EXAMPLES)
     ids: list[str] = table["example_id"].to_pylist()
     ratio = config.algorithm.hybrid.mix_ratio
-    counts = [int(mask.sum()) for mask in list_column(table["chosen_loss_mask"]) if mask is not None]
+    counts: list[int] = true_counts(table["chosen_loss_mask"]).tolist()
     wanted = num_tokens * ratio / (1 - ratio)
-    return table.take(imitated_positions(step, ids, counts, seed=config.trainer.seed, wanted=wanted))
+    positions = imitated_positions(step, ids, counts, seed=config.trainer.seed, wanted=wanted)
+    found = sum(counts[position] for position in positions)
+    if step == 1 and found < wanted:
+        logger.warning(
+            "algorithm.hybrid.sft_files holds %d loss tokens, and %.0f would make the share mix_ratio=%g beside the "
+            "rollouts of this step: each example counts the more; add examples, or lower mix_ratio",
+            found,
+            wanted,
+            ratio,
+        )
+    return table.take(positions)
 
 
 def sft_rows(examples: pa.Table) -> "list[SFTRow]":

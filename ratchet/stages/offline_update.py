@@ -1,12 +1,11 @@
 """Train on examples alone: the update of the objectives sft, dpo and reward_model."""
 
-import time
 from typing import Any
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table
-from ratchet.stages.base import Context, Input, Result, step_inputs
+from ratchet.stages.base import Input, step_inputs
 from ratchet.stages.example_rows import (
     EXAMPLES_OF_STEP,
     examples_of,
@@ -17,17 +16,15 @@ from ratchet.stages.example_rows import (
 )
 from ratchet.stages.recovery import Learner
 from ratchet.stages.settings import offline_settings
-from ratchet.stages.updates import NUM_TOKENS, Update, step_metrics
+from ratchet.stages.updates import PolicyStage, policy_dtype
 from ratchet.store.run import POLICY_UPDATE, Run
 
 _REFERENCE = "reference_scores"
 
 
-class OfflineUpdate(Update):
-    """The step's last stage, and but for DPO's reference its only one."""
+class OfflineUpdate(PolicyStage):
+    """But for DPO's reference the step's only stage."""
 
-    name = POLICY_UPDATE
-    timing = "update_actor"
     config_keys = (
         *EXAMPLES_OF_STEP,
         "actor_rollout_ref.actor",
@@ -43,7 +40,7 @@ class OfflineUpdate(Update):
 
     @property
     def learner(self) -> Learner:
-        return Learner("policy", self.name, _open, offline_settings, _dtype, _update)
+        return Learner("policy", self.name, _open, offline_settings, policy_dtype, _update)
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return (_REFERENCE,) if config.reference_is_needed else ()
@@ -55,13 +52,6 @@ class OfflineUpdate(Update):
             **step_inputs(run, self.needs(config), step),
             "policy": Input(run.require(POLICY_UPDATE, step - 1), "policy"),
         }
-
-    def compute(self, context: Context) -> Result:
-        started = time.time()
-        result = super().compute(context)
-        if context.residents.is_main:
-            result.metrics |= step_metrics(context, time.time() - started, result.metrics[NUM_TOKENS])
-        return result
 
 
 def training_rows(run: Run, config: RunConfig, step: int) -> list[Any]:
@@ -87,10 +77,6 @@ def _open(model_folder: Any, settings: Any, **options: Any) -> Any:
     if isinstance(settings, DPOSettings):
         return DPOTrainer.from_folder(model_folder, settings, **options)
     return RewardModelTrainer.from_folder(model_folder, settings, **options)
-
-
-def _dtype(config: RunConfig) -> str:
-    return config.actor_rollout_ref.rollout.dtype
 
 
 def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, float]:

@@ -1,20 +1,16 @@
 """Train the policy on the step's trajectories and publish the next policy version."""
 
-import logging
-import time
 from typing import Any
 
 from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.stages.advantage import PROBABILITY_DIFFERENCE
-from ratchet.stages.base import Context, Input, Result, optional_inputs, step_inputs
+from ratchet.stages.base import Input, optional_inputs, step_inputs
 from ratchet.stages.example_rows import examples_of, imitated_examples, sft_rows
 from ratchet.stages.recovery import Learner
 from ratchet.stages.settings import trainer_settings
-from ratchet.stages.updates import NUM_TOKENS, Update, columns_of, step_metrics
+from ratchet.stages.updates import PolicyStage, columns_of, policy_dtype
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
-
-logger = logging.getLogger(__name__)
 
 _COLUMNS = {
     "advantages": ("trajectories", schemas.TRAJECTORIES),
@@ -30,11 +26,9 @@ _WEIGHING_KEYS = tuple(f"algorithm.rollout_correction.{name}" for name in ("roll
 _IMITATED = "sft_examples"
 
 
-class PolicyUpdate(Update):
-    """The step's last stage: a step is done when its policy is committed."""
+class PolicyUpdate(PolicyStage):
+    """Learn from the step's trajectories, and in a hybrid run from examples beside them."""
 
-    name = POLICY_UPDATE
-    timing = "update_actor"
     config_keys = (
         "data.train_batch_size",
         "data.max_response_length",
@@ -61,7 +55,7 @@ class PolicyUpdate(Update):
     def learner(self) -> Learner:
         from ratchet.engines.trainer import Trainer
 
-        return Learner("policy", self.name, Trainer.from_folder, trainer_settings, _dtype, _update)
+        return Learner("policy", self.name, Trainer.from_folder, trainer_settings, policy_dtype, _update)
 
     def needs(self, config: RunConfig) -> tuple[str, ...]:
         return (*_read(config), *((CRITIC_UPDATE,) if config.critic_is_needed else ()))
@@ -71,16 +65,6 @@ class PolicyUpdate(Update):
         if config.critic_is_needed:
             run.require(CRITIC_UPDATE, step)
         return _inputs(run, config, step) | {"policy": Input(run.require(POLICY_UPDATE, step - 1), "policy")}
-
-    def compute(self, context: Context) -> Result:
-        started = time.time()
-        result = super().compute(context)
-        if context.residents.is_main:
-            if NUM_TOKENS not in result.metrics:
-                columns = columns_of(context.run, context.inputs, {})
-                result.metrics[NUM_TOKENS] = float(sum(len(ids) for column in columns.values() for ids in column))
-            result.metrics |= step_metrics(context, time.time() - started, result.metrics[NUM_TOKENS])
-        return result
 
 
 def _read(config: RunConfig) -> tuple[str, ...]:
@@ -108,22 +92,6 @@ def _is_hybrid(config: RunConfig) -> bool:
     return config.algorithm.objective == "hybrid"
 
 
-def _check_share(imitated: list[Any], num_tokens: int, ratio: float) -> None:
-    found = sum(int(row.loss_mask.sum()) for row in imitated)
-    if found < (wanted := num_tokens * ratio / (1 - ratio)):
-        logger.warning(
-            "algorithm.hybrid.sft_files holds %d loss tokens, and %.0f would make the share mix_ratio=%g beside the "
-            "rollouts of this step: each example counts the more; add examples, or lower mix_ratio",
-            found,
-            wanted,
-            ratio,
-        )
-
-
-def _dtype(config: RunConfig) -> str:
-    return config.actor_rollout_ref.rollout.dtype
-
-
 def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, float]:
     if config.critic_is_needed and step <= config.trainer.critic_warmup:
         trainer.skip(step)
@@ -133,8 +101,6 @@ def _update(trainer: Any, run: Run, config: RunConfig, step: int) -> dict[str, f
     if _is_hybrid(config):
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         imitated = sft_rows(imitated_examples(run.store, examples_of(run, "sft"), config, step, num_tokens))
-        if step == 1:
-            _check_share(imitated, num_tokens, config.algorithm.hybrid.mix_ratio)
     metrics: dict[str, float] = trainer.update(rows, step=step, sft_rows=imitated)
     if config.behaviour_source == "policy":
         # Against the policy's own log-probs the difference is 0; the advantage stage knows the sampler's.

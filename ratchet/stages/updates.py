@@ -3,10 +3,12 @@
 Trap: with several processes every rank runs `compute`, since the trainers' calls are collective; only rank 0 writes.
 """
 
+import time
 from abc import abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
+from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.join import aligned
 from ratchet.data.order import steps_per_epoch
@@ -17,7 +19,7 @@ from ratchet.stages.recovery import Learner, trainer_at
 from ratchet.stages.settings import data_role
 from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import Artifact
-from ratchet.store.run import CRITIC_UPDATE, Run
+from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.writer import direct
 
 NUM_TOKENS = "perf/total_num_tokens"
@@ -44,6 +46,29 @@ class Update(Stage):
             return Result(outputs={})
         artifact = residents.publish((self.name, step, learner.role), context, weights)
         return Result(outputs={learner.role: artifact}, policy_version=step, metrics=dict(metrics), trainer_state=state)
+
+
+class PolicyStage(Update):
+    """A step's last stage: a step is done when its policy is committed."""
+
+    name = POLICY_UPDATE
+    timing = "update_actor"
+
+    def compute(self, context: Context) -> Result:
+        started = time.time()
+        result = super().compute(context)
+        if context.residents.is_main:
+            if NUM_TOKENS not in result.metrics:
+                # The critic alone was trained.
+                columns = columns_of(context.run, context.inputs, {})
+                result.metrics[NUM_TOKENS] = float(sum(len(ids) for column in columns.values() for ids in column))
+            result.metrics |= _step_metrics(context, time.time() - started, result.metrics[NUM_TOKENS])
+        return result
+
+
+def policy_dtype(config: RunConfig) -> str:
+    """Return the dtype of the policies that are published."""
+    return config.actor_rollout_ref.rollout.dtype
 
 
 def _trainer_state(context: Context, trainer: Any) -> "Artifact | Future[Artifact] | None":
@@ -81,7 +106,7 @@ def columns_of(run: Run, inputs: dict[str, Input], wanted: dict[str, tuple[str, 
     return columns
 
 
-def step_metrics(context: Context, own_seconds: float, num_tokens: float) -> dict[str, float]:
+def _step_metrics(context: Context, own_seconds: float, num_tokens: float) -> dict[str, float]:
     """Return counts and seconds of the whole step, of which this update is the last stage, as verl names them."""
     run, config, step = context.run, context.config, context.step
     assert step is not None

@@ -3,7 +3,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from ratchet.data.ragged import lengths_of, list_column, padded, ragged
+from ratchet.data.ragged import lengths_of, list_column, padded, ragged, true_counts
 from ratchet.errors import DataError
 
 FLOATS = pa.list_(pa.float32())
@@ -67,3 +67,12 @@ def test_a_row_of_another_length_than_its_tokens_is_named() -> None:
         padded(column, torch.tensor([[True, False], [True, False]]))
     with pytest.raises(DataError, match="1 of 2 rows are null"):
         lengths_of(pa.chunked_array([pa.array([[1.0], None], FLOATS)]))
+
+
+def test_true_entries_of_each_row_are_counted_in_slices_and_chunks_as_well() -> None:
+    rows = [[True, False, True], [], [False], [True]]
+    column = pa.chunked_array([pa.array(rows[:2], pa.list_(pa.bool_())), pa.array(rows[2:], pa.list_(pa.bool_()))])
+    assert true_counts(column).tolist() == [2, 0, 0, 1]
+    assert true_counts(column.slice(1)).tolist() == [0, 0, 1]
+    with pytest.raises(DataError, match="1 of 2 rows are null"):
+        true_counts(pa.chunked_array([pa.array([[True], None], pa.list_(pa.bool_()))]))

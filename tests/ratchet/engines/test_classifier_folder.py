@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ratchet.engines.classifier_folder import make_classifier_folder
 from ratchet.engines.export import prove_classifier_export, write_export
-from ratchet.engines.model import chat_prompt_ids, is_classifier
+from ratchet.engines.model import chat_prompt_ids, is_classifier, load_config
 from ratchet.engines.offline_rows import PairRow
 from ratchet.engines.reward_model import RewardModel, conversations_of_a_prompt
 from ratchet.engines.reward_trainer import RewardModelTrainer
@@ -32,8 +32,8 @@ def pair() -> PairRow:
 def test_a_classifier_is_the_backbone_with_a_head(architecture: str, tmp_path: Path) -> None:
     causal = make_tiny_model(tmp_path / "causal", architecture=architecture, dtype=torch.bfloat16)
     make_classifier_folder(causal, tmp_path / "classifier", seed=1)
-    assert is_classifier(tmp_path / "classifier")
-    assert not is_classifier(causal)
+    assert is_classifier(load_config(tmp_path / "classifier"))
+    assert not is_classifier(load_config(causal))
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("causal", "classifier"))
     head = after.pop("score.weight")
     before.pop("lm_head.weight", None)

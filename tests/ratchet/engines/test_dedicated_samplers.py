@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ratchet.engines.dedicated_samplers import DedicatedSamplers, _dealt, _gpus
+from ratchet.data.packing import even_runs
+from ratchet.engines.dedicated_samplers import DedicatedSamplers, _gpus
 from ratchet.engines.fingerprint import fingerprint
 from ratchet.engines.open_sampler import open_sampler
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
@@ -39,7 +40,7 @@ def samplers(tiny: Path) -> Iterator[DedicatedSamplers]:
 @pytest.mark.parametrize("count", range(1, 5))
 @pytest.mark.parametrize("length", [0, 1, 3, 8])
 def test_runs_of_nearly_equal_length_in_order(count: int, length: int) -> None:
-    dealt = _dealt(list(range(length)), count)
+    dealt = even_runs(list(range(length)), count)
     assert [item for part in dealt for item in part] == list(range(length))
     sizes = [len(part) for part in dealt]
     assert len(dealt) == count
