@@ -77,7 +77,7 @@ def _returned(function: Any) -> str:
 
 def _work(name: str) -> str:
     source = (FOLDER / name / "component.py").read_text(encoding="utf-8")
-    (work,) = re.findall(r"program\.run\(\s*\"\w+\", (entry\.\w+)", source)
+    (work,) = re.findall(r"program\.run\(\s*\"\w+\",\s+(entry\.\w+)", source)
     return f"ratchet.grains.{work}"
 
 

@@ -11,6 +11,8 @@ def checkpoint_export(
     run_id: str,
     submission_id: str,
     output_metrics: dsl.Output[dsl.Metrics],
+    output_report: dsl.Output[dsl.Markdown],
+    output_page: dsl.Output[dsl.HTML],
     output_model: dsl.Output[dsl.Model],
 ) -> str:
     """Export the last policy as a Hugging Face folder, proven to reload.
@@ -20,6 +22,8 @@ def checkpoint_export(
         run_id: The run's name below the root; empty takes the submission's id. The same name again resumes the run.
         submission_id: The pipeline run that this task belongs to.
         output_metrics: Numbers of this task, by name.
+        output_report: What happened, for the UI.
+        output_page: The whole run as a page: curves, completions with their rewards, what happened.
         output_model: A pointer to the weights: their place and digests in its metadata.
 
     Returns:
@@ -28,4 +32,12 @@ def checkpoint_export(
     from ratchet.grains import entry, program, tasks
 
     task = tasks.ExportTask(root=root, run_id=run_id, submission_id=submission_id)
-    return program.run("checkpoint_export", entry.checkpoint_export, task, metrics=output_metrics, model=output_model)
+    return program.run(
+        "checkpoint_export",
+        entry.checkpoint_export,
+        task,
+        metrics=output_metrics,
+        report=output_report,
+        page=output_page,
+        model=output_model,
+    )

@@ -13,6 +13,7 @@ def segment(
     start: int,
     output_metrics: dsl.Output[dsl.Metrics],
     output_report: dsl.Output[dsl.Markdown],
+    output_page: dsl.Output[dsl.HTML],
 ) -> str:
     """Run a segment of RL steps with the sampler and the trainer in memory.
 
@@ -23,6 +24,7 @@ def segment(
         start: First step of the segment.
         output_metrics: Numbers of this task, by name.
         output_report: What happened, for the UI.
+        output_page: The segment as a page: curves, completions with their rewards, what happened.
 
     Returns:
         Content digest of the segment's last policy update.
@@ -30,4 +32,4 @@ def segment(
     from ratchet.grains import entry, program, tasks
 
     task = tasks.SegmentTask(root=root, run_id=run_id, submission_id=submission_id, start=start)
-    return program.run("segment", entry.segment, task, metrics=output_metrics, report=output_report)
+    return program.run("segment", entry.segment, task, metrics=output_metrics, report=output_report, page=output_page)

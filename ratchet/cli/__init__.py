@@ -1,6 +1,18 @@
 """`ratchet`: the composition root. Each verb imports what it needs, when it needs it, so that `--help` is instant."""
 
-from ratchet.cli import champions, cluster, data, local, preflight, status, storage
+from ratchet.cli import audit, champions, cluster, data, local, preflight, report, status, storage
 from ratchet.cli.app import app, main
 
-__all__ = ["app", "champions", "cluster", "data", "local", "main", "preflight", "status", "storage"]
+__all__ = [
+    "app",
+    "audit",
+    "champions",
+    "cluster",
+    "data",
+    "local",
+    "main",
+    "preflight",
+    "report",
+    "status",
+    "storage",
+]

@@ -8,7 +8,7 @@ import typer
 
 from ratchet import __version__
 from ratchet.environment import set_defaults, start_log
-from ratchet.errors import ConfigError, NotCommittedError, RatchetError
+from ratchet.errors import ConfigError, RatchetError
 from ratchet.redaction import hidden
 
 if TYPE_CHECKING:
@@ -55,13 +55,9 @@ def _options(
 
 
 def open_run(place: str) -> "Run":
-    from ratchet.store.run import Run
+    from ratchet.store import place as places
 
-    root, slash, run_id = place.rstrip("/").rpartition("/")
-    run = Run(root or slash or ".", run_id)
-    if run.newest_epoch() == 0:
-        raise NotCommittedError(f"no run at {run.uri}: nobody has claimed it")
-    return run
+    return places.open_run(place)
 
 
 def newest_config(run: "Run") -> "RunConfig":

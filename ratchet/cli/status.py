@@ -116,10 +116,9 @@ def logs(
 
 def _run_at(place: str) -> "Run":
     """Open a run that may never have been claimed: its first preflight may have failed."""
-    from ratchet.store.run import Run
+    from ratchet.store.place import run_at
 
-    root, slash, run_id = place.rstrip("/").rpartition("/")
-    return Run(root or slash or ".", run_id)
+    return run_at(place)
 
 
 def _cluster(namespace: str | None, context: str | None) -> "Cluster":

@@ -13,7 +13,7 @@ from typing import Any
 
 from ratchet.config import RunConfig, parse_text, read_config_text, semantic
 from ratchet.errors import ConfigError
-from ratchet.grains import loop, outputs, placement, program
+from ratchet.grains import loop, outputs, pages, placement, program
 from ratchet.grains.outputs import Output
 from ratchet.grains.session import Session, join_submission, open_session, submit
 from ratchet.grains.tasks import (
@@ -91,11 +91,15 @@ def plan(task: PlanTask) -> list[dict[str, Any]]:
         return [placement.iteration(session.config, start) for start in starts]
 
 
-def segment(task: SegmentTask, *, metrics: Output | None = None, report: Output | None = None) -> str:
+def segment(
+    task: SegmentTask, *, metrics: Output | None = None, report: Output | None = None, page: Output | None = None
+) -> str:
     """Run the segment of steps that begins with `start`. Returns the content digest of its last policy update."""
     with _session(task, "segment") as session:
         stop = min(task.start + session.config.trainer.steps_per_segment, session.total_steps() + 1)
-        return _run_steps(session, task.start, stop, metrics, report)
+        digest = _run_steps(session, task.start, stop, metrics, report)
+        pages.show_segment(session, task.start, stop, page)
+        return digest
 
 
 def step(task: StepTask, *, metrics: Output | None = None, report: Output | None = None) -> str:
@@ -150,7 +154,14 @@ def evaluate(task: EvaluateTask, *, metrics: Output | None = None, report: Outpu
         return manifest.content_digest
 
 
-def checkpoint_export(task: ExportTask, *, metrics: Output | None = None, model: Output | None = None) -> str:
+def checkpoint_export(
+    task: ExportTask,
+    *,
+    metrics: Output | None = None,
+    report: Output | None = None,
+    page: Output | None = None,
+    model: Output | None = None,
+) -> str:
     """Export the last policy. Returns where the Hugging Face folder is."""
     with _session(task, "evaluate") as session:
         manifest = loop.export_last(session)
@@ -158,6 +169,7 @@ def checkpoint_export(task: ExportTask, *, metrics: Output | None = None, model:
         uri = f"{session.store_run.uri}/{artifact.folder}"
         outputs.write_metrics(metrics, manifest.provenance.metrics)
         outputs.write_model(model, uri=uri, artifact=artifact, manifest=manifest)
+        pages.show_run(session, page=page, report=report)
         return uri
 
 

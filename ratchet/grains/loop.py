@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from ratchet.config import RunConfig
 from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
-from ratchet.grains import overlap
+from ratchet.grains import overlap, pages
 from ratchet.grains.session import LostPutError, Session
 from ratchet.stages.base_models import BaseCritic, BasePolicy
 from ratchet.stages.checkpoint_export import CheckpointExport
@@ -181,3 +181,4 @@ def train(session: Session) -> None:
         run_segment(session, start, min(start + size, total + 1))
     evaluate_last(session)
     export_last(session)
+    pages.show_run(session)

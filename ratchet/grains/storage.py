@@ -9,7 +9,7 @@ import logging
 
 from ratchet.config import RunConfig
 from ratchet.errors import BudgetError, OwnershipLostError, StoreError, StoreUnavailableError
-from ratchet.store import retention
+from ratchet.store import index, retention
 from ratchet.store.manifest import Manifest
 from ratchet.store.retention import Rules
 from ratchet.store.retired import WEIGHTS
@@ -47,7 +47,7 @@ class Storage:
         self._noted: tuple[str, int | None] | None = None
 
     def committed(self, manifest: Manifest) -> None:
-        """Take note of a commit; after one of an update, retire what is due.
+        """Take note of a commit; after one of an update, retire what is due, and index the steps that it completes.
 
         After an evaluation or an export, too: whoever made the last update may have ended before it was done with this.
         """
@@ -58,6 +58,7 @@ class Storage:
         self._noted = place
         if manifest.stage in (*WEIGHTS, *NAMING) and manifest.step:
             self._retire()
+        index.committed(self._run, manifest)
 
     def forget(self) -> None:
         """Look at the run anew when it is next asked for."""

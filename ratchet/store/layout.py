@@ -7,6 +7,7 @@ data/<split>/manifest.json                  prompts
 step-000012/<stage>/manifest.json           the commit point of a stage
 step-000012/<stage>/<attempt>/...           what that attempt wrote
 retired/step-000012/<stage>/<role>.json     that something was deleted on purpose, and why; create-only
+index/000050.jsonl.gz                       the manifests of the 50 steps that end here, once more; replaced freely
 status/<submission>/<task>.json             what a pod last said of itself: no part of the chain, replaced freely
 preflight/<probe>                           what preflight wrote to see whether it can, and deletes
 
@@ -25,6 +26,7 @@ DATA_SPLITS = ("train", "val", "sft")
 """Folders below `data/`: what is trained on, what is held out, and the examples that a hybrid run imitates beside."""
 CHAMPIONS = "champions"
 PREPARED = "prepared"
+INDEX = "index"
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OWNER = re.compile(r"owner/(\d{4,})\.json")
@@ -33,9 +35,10 @@ _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _MANIFEST = re.compile(r"((?:step-\d{6,}|data)/[^/]+)/manifest\.json")
 _IN_ATTEMPT = re.compile(r"(?:step-\d{6,}|data)/[^/]+/((\d{4,})-[0-9a-f]+)/.+")
 _CODE = re.compile(r"code/([0-9a-f]{64})/[^/]+")
+_INDEX = re.compile(r"index/(\d{6,})\.jsonl\.gz")
 _RETIRED = re.compile(r"retired/(step-\d{6,}/[^/]+)/([^/]+)\.json")
 _BESIDE_THE_CHAIN = re.compile(
-    r"run\.json|(?:submissions|owner)/\d{4,}\.json|(?:status|preflight)/.+|" + _RETIRED.pattern
+    r"run\.json|(?:submissions|owner)/\d{4,}\.json|(?:status|preflight)/.+|" + _INDEX.pattern + "|" + _RETIRED.pattern
 )
 
 
@@ -105,6 +108,17 @@ def parse_retired(key: str) -> tuple[str, str] | None:
     """Return the stage's folder and the role that a record is about, or None if it is another object."""
     match = _RETIRED.fullmatch(key)
     return (match[1], match[2]) if match else None
+
+
+def index(last: int) -> str:
+    """Key of the index of the steps that end with step `last`."""
+    return f"{INDEX}/{last:06d}.jsonl.gz"
+
+
+def parse_index(key: str) -> int | None:
+    """Return the last step of the index that `key` is, or None if it is another object."""
+    match = _INDEX.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def code(sha256: str, name: str) -> str:

@@ -8,10 +8,16 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from ratchet.errors import StoreError
 from ratchet.store import layout
 from ratchet.store.objects import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+
+class DamagedStatusError(StoreError):
+    """What lies where a status should is none."""
+
 
 State = Literal["running", "succeeded", "failed", "terminated"]
 
@@ -56,3 +62,11 @@ def write_status(store: ObjectStore, status: TaskStatus) -> None:
         store.put(key, json.dumps(asdict(status), sort_keys=True).encode())
     except OSError as error:
         logger.warning("the status of %s cannot be written: %s", status.task, error)
+
+
+def read_status(store: ObjectStore, key: str) -> TaskStatus:
+    """Return the status under a key; DamagedStatusError for what is none, ObjectNotFoundError for nothing."""
+    try:
+        return TaskStatus(**json.loads(store.get(key)))
+    except (ValueError, TypeError) as error:
+        raise DamagedStatusError(f"{store.uri}/{key} is not a task's status: {error}") from error

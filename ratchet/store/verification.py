@@ -13,6 +13,7 @@ from ratchet.errors import ConfigError, StoreError, StoreUnavailableError
 from ratchet.store import champions, layout, stored_files
 from ratchet.store.chain import Chain, Fault, Leftover, StoredFile, manifest_key, open_chain
 from ratchet.store.decision import Decision
+from ratchet.store.index import index_faults
 from ratchet.store.manifest import Artifact, Manifest, digest_of
 from ratchet.store.objects import ObjectInfo, open_store
 from ratchet.store.retired import TRAINER_STATE, WEIGHTS, by_role
@@ -61,7 +62,7 @@ def verify(run: Run, *, fast: bool = False) -> Verification:
         bytes=sum(file.bytes for file in chain.files),
         retired=len(chain.retired),
         decisions=decisions,
-        faults=(*faults, *contradictions),
+        faults=(*faults, *contradictions, *index_faults(chain)),
         leftovers=chain.leftovers,
     )
 

@@ -32,6 +32,21 @@ def step_line(step: int, metrics: Mapping[str, float]) -> str:
     return " | ".join([f"step: {step}", *(f"{name}: {_digits(value)}" for name, value in metrics.items())])
 
 
+def span(seconds: float) -> str:
+    """Return a duration in the two largest units that people count it in."""
+    left = max(0, round(seconds))
+    if left < 100:
+        return f"{left} s"
+    minutes = round(left / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
 def mlflow_names(names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return name -> the name under which MLflow stores it, no two alike.
 

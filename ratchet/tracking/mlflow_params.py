@@ -6,7 +6,8 @@ So params travel alone, and only those that the run lacks.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.redaction import hidden
@@ -50,24 +51,37 @@ def log_params(client: "MlflowClient", tracked: TrackedRun, config: Mapping[str,
 def log_config(client: "MlflowClient", tracked: TrackedRun, config: Mapping[str, Any]) -> None:
     """Upload `config.yaml` unless this configuration is there; where artifacts cannot be written, say so once a run."""
     import yaml
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-    from mlflow.exceptions import MlflowException
 
     plain = json.loads(json.dumps(config, default=str))
     digest = digest_of(json.loads(json.dumps(plain), parse_constant=str))
     if tracked.tags.get(CONFIG_TAG, "").startswith(digest):
         return
-    state = digest
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    failed = _upload(lambda: client.log_text(tracked.run_id, text, CONFIG_FILE), CONFIG_FILE)
+    # Told in the tag, so that the pods of the other stages do not wait for the same storage.
+    client.set_tag(tracked.run_id, CONFIG_TAG, digest if not failed else f"{digest} not uploaded: {failed}")
+
+
+def upload(client: "MlflowClient", tracked: TrackedRun, path: Path, folder: str) -> int:
+    """Upload a file to a folder of the artifacts; return whether that was possible, as 0 or 1."""
+    failed = _upload(lambda: client.log_artifact(tracked.run_id, str(path), folder), f"{folder}/{path.name}")
+    return int(not failed)
+
+
+def _upload(call: Callable[[], object], name: str) -> str:
+    """Upload an artifact; where that cannot be, say so in the log and return the error's class, else ""."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+    from mlflow.exceptions import MlflowException
+
     try:
-        client.log_text(tracked.run_id, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), CONFIG_FILE)
+        call()
     except (MlflowException, OSError, BotoCoreError, ClientError, Boto3Error, ImportError) as error:
         logger.warning(
-            "no %s in MLflow, its artifact storage cannot be written from here: %s", CONFIG_FILE, hidden(str(error))
+            "no %s in MLflow, its artifact storage cannot be written from here: %s", name, hidden(str(error))
         )
-        # Told in the tag, so that the pods of the other stages do not wait for the same storage.
-        state = f"{digest} not uploaded: {type(error).__name__}"
-    client.set_tag(tracked.run_id, CONFIG_TAG, state)
+        return type(error).__name__
+    return ""
 
 
 def _log_batch(client: "MlflowClient", run_id: str, params: list[Any]) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ratchet
@@ -21,7 +22,7 @@ from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
 from ratchet.tracking.base import Status
 from ratchet.tracking.metrics import mlflow_names
-from ratchet.tracking.mlflow_params import log_config, log_params
+from ratchet.tracking.mlflow_params import log_config, log_params, upload
 from ratchet.tracking.mlflow_runs import (
     TrackedRun,
     check_database_folder,
@@ -123,6 +124,11 @@ class MLflowTracker:
         """Bring what is missing and set the run's status, unless another program made the MLflow run."""
         with self._lock:
             self._attempt(lambda: self._finish(status))
+
+    def keep_file(self, path: Path, folder: str) -> None:
+        """Upload a file to the MLflow run's artifacts, in place of one of its name; a failure is only logged."""
+        with self._lock:
+            self._attempt(lambda: upload(*self._connected(), path, folder))
 
     # -- failures ----------------------------------------------------------------------------------------------------
 

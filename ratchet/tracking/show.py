@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
+
 from ratchet.data import schemas
 from ratchet.data.join import align
 from ratchet.data.parquet import read_table
@@ -37,7 +39,7 @@ def completion_lines(run: Run, step: int) -> Iterator[str]:
 
 
 def graded_completions(run: Run, step: int) -> list[dict[str, Any]]:
-    """Return the step's rollouts that were graded, each with its reward's columns."""
+    """Return the step's rollouts that were graded, each with its reward's columns, without its tokens and log-probs."""
     if run.manifest("rollout", step) is None:
         update = run.manifest(POLICY_UPDATE, step)
         if update is not None and "examples" in update.content.inputs:
@@ -48,6 +50,7 @@ def graded_completions(run: Run, step: int) -> list[dict[str, Any]]:
         raise NotCommittedError(f"run {run.uri} has no committed rollouts of step {step}")
     rollouts = read_table(run.store, run.require("rollout", step).output("rollouts"), schemas.ROLLOUTS)
     rewards = read_table(run.store, run.require("reward", step).output("rewards"), schemas.REWARDS)
+    words = rollouts.drop_columns([field.name for field in rollouts.schema if pa.types.is_list(field.type)])
     rows = align(rollouts, rewards, "rewards")
-    pairs = zip(rollouts.to_pylist(), rows, strict=True)
+    pairs = zip(words.to_pylist(), rows, strict=True)
     return [rollout | reward for rollout, reward in pairs if reward["reward"] is not None]

@@ -40,6 +40,17 @@ class Trackers:
         for tracker in self.trackers:
             self._guard(tracker, partial(tracker.finish, status))
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether `keep_file` would do anything."""
+        return any(isinstance(tracker, MLflowTracker) for tracker in self.trackers)
+
+    def keep_file(self, path: Path, folder: str) -> None:
+        """Keep a copy of a file with the run, in `folder`, where a tracker can: in MLflow, among its artifacts."""
+        for tracker in self.trackers:
+            if isinstance(tracker, MLflowTracker):
+                tracker.keep_file(path, folder)
+
     def _guard(self, tracker: Tracker, action: Callable[[], int | None]) -> int | None:
         try:
             return action()

@@ -87,7 +87,12 @@ def test_inputs_are_the_fields_of_the_typed_record(folder: Path) -> None:
 
 
 def test_outputs_are_named_by_what_they_are(folder: Path) -> None:
-    names = {"output_metrics": dsl.Metrics, "output_report": dsl.Markdown, "output_model": dsl.Model}
+    names = {
+        "output_metrics": dsl.Metrics,
+        "output_report": dsl.Markdown,
+        "output_page": dsl.HTML,
+        "output_model": dsl.Model,
+    }
     for one in inspect.signature(component_of(folder).python_func).parameters.values():
         if one.name.startswith("output_"):
             assert one.annotation.__args__[0] is names[one.name]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from ratchet.grains.status.advice import next_step
 from ratchet.grains.status.chain import Accuracy
 from ratchet.grains.status.records import Activity, Failure, RunStatus
+from ratchet.tracking.metrics import span
 
 LINES = 24
 WIDTH = 100
@@ -23,7 +24,7 @@ Section = tuple[str, list[str]]
 def screen_lines(status: RunStatus, width: int = WIDTH) -> list[str]:
     """Return the screen; `width` is the terminal's, of which at most 120 columns are used."""
     width = max(60, min(width, 120))
-    title, state = _clean(status.run), status.state.upper()
+    title, state = one_line(status.run), status.state.upper()
     room = width - len(state) - 2
     head = title if len(title) <= room else f"...{title[3 - room :]}"
     sections: list[Section] = [("", [f"{head}{state.rjust(width - len(head))}"])]
@@ -197,28 +198,13 @@ def _place(task: str, step: int | None) -> str:
     return f"{task} from step {step}" if task == "segment" else f"{task} of step {step}"
 
 
-def span(seconds: float) -> str:
-    """Return a duration in the two largest units that people count it in."""
-    left = max(0, round(seconds))
-    if left < 100:
-        return f"{left} s"
-    minutes = round(left / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
-
-
-def _clean(text: str) -> str:
+def one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _wrapped(text: str, width: int, *, is_whole: bool) -> list[str]:
     """Break a text into lines; what is to be copied into a shell stays whole, though it sticks out."""
-    return textwrap.wrap(_clean(text), width, break_on_hyphens=False, break_long_words=not is_whole) or [""]
+    return textwrap.wrap(one_line(text), width, break_on_hyphens=False, break_long_words=not is_whole) or [""]
 
 
 def _cut(lines: list[str], most: int, width: int) -> list[str]:

@@ -4,7 +4,6 @@ Traps: a status is the last word of a pod, and a killed pod says none, so that "
 loop every task after the first failed one fails too, at its fence.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from ratchet.grains.exits import ExitCode
 from ratchet.grains.status.chain import Progress, in_parallel, value_at
 from ratchet.grains.status.records import Activity, Doing, Failure
 from ratchet.store.objects import ObjectStore
-from ratchet.store.status import TaskStatus
+from ratchet.store.status import DamagedStatusError, TaskStatus, read_status
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +74,12 @@ def read_preflights(store: ObjectStore, submission_ids: Sequence[str]) -> list[T
 def _parsed(store: ObjectStore, keys: Sequence[str]) -> tuple[list[TaskStatus], list[str]]:
     def read(key: str) -> TaskStatus | None:
         try:
-            return TaskStatus(**json.loads(store.get(key)))
+            return read_status(store, key)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except DamagedStatusError as error:
             # Whoever asks how a run is must not be refused for a file that decides nothing.
-            logger.warning("%s/%s is not a task's status: %s", store.uri, key, error)
+            logger.warning("%s", error)
             damaged.append(key)
             return None
 

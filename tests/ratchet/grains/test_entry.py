@@ -22,6 +22,7 @@ from ratchet.grains.tasks import (
     StageTask,
 )
 from ratchet.store.run import Run
+from tests.ratchet.grains.test_outputs import Artifact
 from tests.runs import content_digests, tiny_config, train_tiny, write_problems
 
 KL_IN_LOSS = {"actor_rollout_ref.actor.use_kl_loss": True}
@@ -54,11 +55,14 @@ def test_segments_in_processes_of_their_own_make_the_run_that_one_process_makes(
     assert starts == [1, 3]
     with pytest.raises(NotCommittedError, match="step-000002/policy_update is not committed"):
         entry.segment(SegmentTask(**at, start=starts[1]))
-    digests = [entry.segment(SegmentTask(**at, start=start)) for start in starts]
+    page, whole_page = Artifact(tmp_path / "page"), Artifact(tmp_path / "whole-page")
+    digests = [entry.segment(SegmentTask(**at, start=start), page=page) for start in starts]
     assert entry.plan(PlanTask(**at)) == []
     assert entry.evaluate(EvaluateTask(**at, version="last"))
-    export = entry.checkpoint_export(ExportTask(**at))
+    export = entry.checkpoint_export(ExportTask(**at), page=whole_page)
     assert (Path(export) / "model.safetensors").is_file()
+    assert "<title>run, steps 3 to 3</title>" in Path(page.path).read_text()
+    assert "<title>run</title>" in Path(whole_page.path).read_text()
 
     run = Run(at["root"], "run")
     assert digests[-1] == run.require("policy_update", 3).content_digest

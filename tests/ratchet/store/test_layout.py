@@ -52,6 +52,7 @@ def test_every_object_of_a_run_is_read_back_for_what_it_is() -> None:
     assert layout.parse_attempt("data/val/12345-ab/prompts/part-0") == ("data/val/12345-ab", 12345)
     assert layout.parse_code(layout.code("a" * 64, "reward.py")) == "a" * 64
     beside = [layout.RUN, layout.owner(1), layout.submission(1), layout.status("id", "segment", 3), "preflight/probe"]
+    beside.append(layout.index(50))
     assert all(map(layout.is_beside_the_chain, beside))
 
 
