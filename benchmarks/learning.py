@@ -23,7 +23,6 @@ from ratchet.store.run import Run
 TASKS = {"word_problems": "generated problems of one sum", "gsm8k": "GSM8K"}
 """configs/<task>.yaml -> title."""
 MILESTONE = 0.5
-BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 
 
 def main() -> None:
@@ -46,6 +45,7 @@ def main() -> None:
     draw.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     draw.add_argument("--chart", type=Path, default=Path("docs/learning-gpu.svg"))
     draw.add_argument("--write", type=Path, help="put the table between the markers of this page")
+    draw.add_argument("--block", default="learning", help="the name in those markers")
     draw.set_defaults(action=_draw)
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
@@ -146,14 +146,20 @@ def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
                 for one in (numbers["held_out"][0], numbers["held_out"][-1])
             )
             spent, way = numbers["cost"], halfway(numbers)
+            tokens = sum(step["tokens"] for step in numbers["steps"])
             reached = "-" if way is None else f"{way[0] / 1e6:.2f} million tokens, {way[1]:.0f} s"
             lines.append(
                 f"| {title}, {numbers['seed']} | {len(rewards)} | {ends[0]:.2f}, {ends[1]:.2f} "
                 f"| {before}, {after} | {reached} "
-                f"| {spent['gpu_seconds'] / 3600:.2f} | {spent['tokens'] / 1e6:.1f} "
-                f"| {spent['durable_bytes'] / 2**30:.1f} |"
+                f"| {_in(spent.get('gpu_seconds'), 3600, 2)} | {tokens / 1e6:.1f} "
+                f"| {_in(spent.get('durable_bytes'), 2**30, 1)} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _in(value: float | None, unit: float, digits: int) -> str:
+    """A value in a unit; a run that was cut off has steps and no sums of its own."""
+    return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
 def _draw(arguments: argparse.Namespace) -> None:
@@ -177,7 +183,8 @@ def _draw(arguments: argparse.Namespace) -> None:
     text = markdown(found)
     sys.stdout.write(text)
     if arguments.write:
-        tables.write_between_markers(arguments.write, text, BEGIN, END)
+        name = arguments.block
+        tables.write_between_markers(arguments.write, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,8 @@ def _measured(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     place, result, log = folder / "job.json", folder / "result.json", folder / LOG
     result.unlink(missing_ok=True)
+    # A measurement that was cut off left its run, which would be taken for this one.
+    shutil.rmtree(job.folder, ignore_errors=True)
     job.write(place)
     # Kernels are compiled once for each kind of system: the first measurement of each is its cold start.
     caches = arguments.scratch / "cache" / job.system.partition("-")[0]
