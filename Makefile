@@ -12,8 +12,8 @@ PYTEST_ARGS ?=
 # Results of fault injection, case by case.
 CHAOS ?= runs/chaos
 CHAOS_ARGS ?=
-# The tests of a file stay together: they share servers and models.
-PARALLEL ?= --numprocesses 2 --dist loadfile
+# The tests of a file stay together: they share servers and models. Files begin in the order of tests/conftest.py.
+PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,7 +32,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-fast test-slow e2e chaos compile component-docs config-reference images images-lock manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-all test-fast test-slow e2e chaos compile component-docs config-reference images images-lock manifests lock clean
 
 ##@ Start here
 
@@ -52,7 +52,7 @@ learn: $(PROJECT) ## a longer run of the demo whose reward must rise
 
 ##@ Check
 
-test: lint typecheck imports test-fast test-slow ## everything that CI runs
+test: lint typecheck imports test-all ## everything that CI runs
 
 lint: $(PROJECT) ## ruff: rules and formatting
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -67,8 +67,12 @@ imports: $(PROJECT) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
 # Two processes with a thread each use both cores; two threads in each would wait for one another.
-test-fast test-slow: export HF_HUB_OFFLINE = 1
-test-fast test-slow: export OMP_NUM_THREADS ?= 1
+test-all test-fast test-slow: export HF_HUB_OFFLINE = 1
+test-all test-fast test-slow: export OMP_NUM_THREADS ?= 1
+# In one go everything is imported once, and neither process waits for the other's fast tests to end.
+test-all: $(PROJECT) $(VLLM) $(KUBECTL) ## all tests, the fast ones first
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+
 test-fast: $(PROJECT) $(KUBECTL) ## the tests that take seconds
 	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(SLOW) or gpu)" $(PYTEST_ARGS)
 

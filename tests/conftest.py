@@ -1,13 +1,19 @@
 """Fixtures that every part of the suite shares."""
 
+import gc
+import importlib
 import json
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.warm import Warm
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("ratchet", deadline=None)
@@ -17,12 +23,58 @@ BUCKET = "ratchet-tests"
 ADMIN_KEYS = {"accessKey": "TESTADMIN", "secretKey": "admin-secret-of-the-tests"}
 READER_KEYS = {"accessKey": "TESTREADER", "secretKey": "reader-secret-of-the-tests"}
 
+LONGEST = (
+    "tests/chaos/test_alone.py",
+    "tests/pipelines/test_e2e_rehearsal.py",
+    "tests/ratchet/engines/test_sampler_vllm.py",
+    "tests/test_secrets.py",
+    "tests/pipelines/test_stage_grain.py",
+    "tests/pipelines/test_kill_and_resume.py",
+    "tests/demo/test_servers.py",
+    "tests/ratchet/grains/test_distributed.py",
+)
+"""Files of more than half a minute, the longest first."""
+SLOW_MARKERS = ("slow", "vllm", "e2e")
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+# What is imported stays, and there are a million objects of it: the collector looks at them neither while they come nor
+# afterwards.
+gc.disable()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import the pipelines before anything else in a process that takes part in the whole suite.
+
+    For every setting of a task kfp calls inspect.stack(), which goes through all modules that are imported: with torch
+    and transformers among them the same import takes five times as long.
+    """
+    if hasattr(session.config, "workerinput"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("pipelines.compile")
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector look at what the tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts a server as slow; fixtures that are asked for by name at run time are marked where they are."""
     for item in items:
         if "s3_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        # The files of fast tests come first, so that most faults show early; then the longest, since one that began
+        # last would work alone in the end.
+        slow = {_file(item) for item in items if any(item.get_closest_marker(name) for name in SLOW_MARKERS)}
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(_file(item), len(places)) if _file(item) in slow else -1)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +125,16 @@ def use_s3_server(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator["Warm"]:
+    """A process whose forks are Python programs that need not import anything."""
+    from tests.warm import Warm
+
+    process = Warm()
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from ratchet.grains import loop
 from ratchet.grains.session import Listener, Session, open_session, submit
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
+from tests.warm import Warm
 
 # The tokens themselves do not matter to the stages: any ids of the vocabulary will do.
 RIGHT = Completion([60, 61, 2], [-0.5, -1.0, -0.1], "#### 1", "stop")
@@ -64,15 +65,22 @@ def train_tiny(root: Path | str, run_id: str, config: RunConfig, listener: Liste
     return run
 
 
-def train_in_a_process(root: str, run_id: str, config: str, overrides: Sequence[str], folder: Path) -> Run:
-    """Train with the command line in a process of its own, on one thread: digests depend on the number of threads."""
-    place = folder / f"{run_id}.yaml"
+def train_in_a_process(
+    root: str, run_id: str, config: str, overrides: Sequence[str], folder: Path, warm: Warm | None = None
+) -> Run:
+    """Train with the command line in a process of its own, on one thread: digests depend on the number of threads.
+
+    With `warm` that process is a fork.
+    """
+    place, log = folder / f"{run_id}.yaml", folder / f"{run_id}.log"
     place.write_text(config, encoding="utf-8")
-    command = [sys.executable, "-m", "ratchet.cli", "train", "--config", str(place), "--root", root, "--run-id", run_id]
+    arguments = ["train", "--config", str(place), "--root", root, "--run-id", run_id, *overrides]
+    if warm is not None:
+        assert warm.run(log, os.environ, "ratchet.cli", *arguments) == 0, log.read_text(errors="replace")[-3000:]
+        return Run(root, run_id)
+    command = [sys.executable, "-m", "ratchet.cli", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        [*command, *overrides], cwd=CONFIGS.parent, env=environment, capture_output=True, text=True, check=False
-    )
+    finished = subprocess.run(command, cwd=CONFIGS.parent, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return Run(root, run_id)
 

@@ -5,6 +5,7 @@ on a run does so in a fork of its own (`Workbench.fork`), so that the process th
 """
 
 import contextlib
+import gc
 import importlib
 import shutil
 import sys
@@ -93,6 +94,9 @@ class Workbench:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
         shutil.rmtree(root)
+        # Forks need not look through what was imported for garbage, which copies its memory.
+        gc.collect()
+        gc.freeze()
 
     def _modules_of_a_run(self, root: str) -> list[str]:
         run = self.train(root, "run", "segment", {"trainer.total_training_steps": 1})

@@ -1,6 +1,7 @@
-"""Test files that fork are run by `test_alone.py`, each in a process of its own.
+"""Test files that fork are run by `test_alone.py`, in a process of their own.
 
-A fork of a process in which other tests have left threads behind (torch's, pyarrow's) is not safe: it may crash.
+A fork of a process in which other tests have left threads behind (torch's, pyarrow's) is not safe: it may crash. These
+files leave none, since whatever they do to a run they do in forks: one process, and one workbench, serves all of them.
 """
 
 import os
@@ -12,12 +13,12 @@ from tests.chaos.bench import Workbench
 
 ALONE = "RATCHET_CHAOS_ALONE"
 """The variable that is set in such a process."""
-FORKING = ("test_mlflow.py", "test_process.py", "test_resume_matrix.py", "test_rivals.py")
+FORKING = ("test_process.py", "test_resume_matrix.py", "test_rivals.py", "test_mlflow.py")
 
 collect_ignore = [] if os.environ.get(ALONE) else list(FORKING)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     made = Workbench(tmp_path_factory.mktemp("bench"))
     yield made

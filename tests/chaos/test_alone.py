@@ -1,28 +1,50 @@
-"""The samples of fault injection whose victims are forks, each file in a process that has run nothing else."""
+"""The samples of fault injection whose victims are forks, in a process in which nothing has run before them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.chaos.conftest import ALONE, FORKING
+from tests.warm import Warm
 
 FOLDER = Path(__file__).parent
 LIMIT_SECONDS = 600
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORKING)
-def test_runs_survive_their_faults(name: str) -> None:
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[int, dict[str, list[bool]], str]:
+    """The exit code, what became of the tests of each module, and what was said; one workbench serves all of them."""
+    folder = tmp_path_factory.mktemp("alone")
+    log, report = folder / "log", folder / "report.xml"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER / name)],
-        cwd=FOLDER.parents[1],
-        env={**environment, ALONE: "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
+    program = warm.start(
+        log,
+        {**environment, ALONE: "1"},
+        *("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--junitxml", str(report)),
+        # Some plugin is imported already: a fork is a process that has imported everything.
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+        *(str(FOLDER / name) for name in FORKING),
     )
-    assert done.returncode == 0, done.stdout[-6000:]
+    code = program.wait(LIMIT_SECONDS)
+    found: dict[str, list[bool]] = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
+        module = case.attrib["classname"].rpartition(".")[2]
+        # A passed test says nothing; a skipped one counts as failed, since nothing here may be skipped.
+        found.setdefault(f"{module}.py", []).append(not len([part for part in case if part.tag != "properties"]))
+    return code, found, log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("name", FORKING)
+def test_runs_survive_their_faults(ended: tuple[int, dict[str, list[bool]], str], name: str) -> None:
+    _, found, said = ended
+    assert found.get(name), said[-6000:]
+    assert all(found[name]), said[-6000:]
+
+
+def test_nothing_else_failed(ended: tuple[int, dict[str, list[bool]], str]) -> None:
+    code, found, said = ended
+    assert (code, set(found)) == (0, set(FORKING)), said[-6000:]

@@ -18,15 +18,13 @@ SAMPLE = ("refused, killed two stages later", "experiment deleted")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
+@pytest.fixture(scope="module", autouse=True)
+def variables() -> Iterator[None]:
+    """What the cases set is undone with this."""
     with pytest.MonkeyPatch.context() as patch:
-        # What the cases set is undone with this.
         for name in mlflow_faults.VARIABLES:
             patch.setenv(name, "")
-        made = Workbench(tmp_path_factory.mktemp("bench"))
-        yield made
-        made.close()
+        yield
 
 
 @pytest.fixture(scope="module")

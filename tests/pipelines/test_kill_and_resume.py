@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import yaml
 
 from ratchet.store.run import POLICY_UPDATE, Run
 from tests.runs import train_in_a_process
+from tests.warm import Program, Warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "pipelines" / "grpo" / "pipeline.yaml"
@@ -36,17 +35,14 @@ def config_text(model: Path, data: str, tracking: list[str]) -> str:
     return yaml.safe_dump(config)
 
 
-def submit_pipeline(root: str, config: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-W", "ignore", "-m", "pipelines.local", str(GOLDEN)]
+def submit_pipeline(warm: Warm, root: str, config: str, folder: Path) -> Program:
+    """Start the pipeline and everything of it in a process group of its own."""
     arguments = [f"root={root}", "run_id=killed", f"config={config}", f"total_steps={STEPS}", "steps_per_segment=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RATCHET_KFP_ROOT": str(folder / "kfp")}
-    with (folder / "pipeline.log").open("ab") as log:
-        return subprocess.Popen(
-            [*command, *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+    environment = {**os.environ, "RATCHET_KFP_ROOT": str(folder / "kfp")}
+    return warm.start(folder / "pipeline.log", environment, "pipelines.local", str(GOLDEN), *arguments)
 
 
-def kill_after(process: subprocess.Popen[bytes], run: Run, stage: str, step: int, log: Path) -> str:
+def kill_after(process: Program, run: Run, stage: str, step: int, log: Path) -> str:
     """SIGKILL the pipeline and every task of it as soon as `stage` of `step` is committed; return that attempt."""
     deadline = time.monotonic() + 300
     while run.manifest(stage, step) is None:
@@ -63,7 +59,7 @@ def policies(run: Run) -> list[str]:
 
 
 def test_killed_twice_and_resumed_it_ends_with_the_same_policy(
-    s3_root: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_root: str, tiny_model: Path, warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
     data = str(real) if real.is_file() else "ratchet/word-problems?level=3&size=64"
@@ -73,13 +69,13 @@ def test_killed_twice_and_resumed_it_ends_with_the_same_policy(
     run, log = Run(s3_root, "killed"), tmp_path / "pipeline.log"
     committed = {}
     for stage, step in KILLED_AFTER:
-        committed[stage, step] = kill_after(submit_pipeline(s3_root, config, tmp_path), run, stage, step, log)
+        committed[stage, step] = kill_after(submit_pipeline(warm, s3_root, config, tmp_path), run, stage, step, log)
         assert run.last_step() < STEPS
-    assert submit_pipeline(s3_root, config, tmp_path).wait(600) == 0, log.read_text()[-3000:]
+    assert submit_pipeline(warm, s3_root, config, tmp_path).wait(600) == 0, log.read_text()[-3000:]
     run.forget()
 
     overrides = [f"trainer.total_training_steps={STEPS}", "trainer.grain=step", "trainer.logger=[]"]
-    other = train_in_a_process(s3_root, "whole", config, overrides, tmp_path)
+    other = train_in_a_process(s3_root, "whole", config, overrides, tmp_path, warm)
     assert policies(run) == policies(other)
     # What was committed before a kill is used, not made again.
     assert {key: run.require(*key).provenance.attempt for key in committed} == committed

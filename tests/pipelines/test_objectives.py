@@ -1,9 +1,6 @@
 """The pipelines of objectives that learn from examples, run whole: two steps of a tiny model, from data to export."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ratchet.store.run import Run
 from tests.runs import CONFIGS
+from tests.warm import Warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 2
@@ -42,29 +40,21 @@ def _config(objective: str, model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: Warm) -> dict[str, Run]:
     """The run of each pipeline, by kfp.local."""
     folder = tmp_path_factory.mktemp("objectives")
     root = str(folder / "runs")
-    jobs = [
-        {
-            "golden": str(REPOSITORY / "pipelines" / golden),
-            "arguments": {"root": root, "run_id": name, "config": _config(name.removesuffix("_stages"), tiny_model)},
-        }
-        for name, golden in GOLDEN.items()
-    ]
-    place, log = folder / "jobs.json", folder / "log"
-    place.write_text(json.dumps(jobs), encoding="utf-8")
-    with log.open("wb") as sink:
-        finished = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.warm_pipelines", str(place)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=sink,
-            stderr=sink,
-            check=False,
+    for name, golden in GOLDEN.items():
+        log = folder / f"{name}.log"
+        config = _config(name.removesuffix("_stages"), tiny_model)
+        code = warm.run(
+            log,
+            {**os.environ, "RATCHET_KFP_ROOT": str(folder / "kfp")},
+            "pipelines.local",
+            str(REPOSITORY / "pipelines" / golden),
+            *(f"root={root}", f"run_id={name}", f"config={config}"),
         )
-    assert finished.returncode == 0, log.read_text(errors="replace")[-3000:]
+        assert code == 0, log.read_text(errors="replace")[-3000:]
     return {name: Run(root, name) for name in GOLDEN}
 
 

@@ -1,8 +1,6 @@
 """The pipelines that no other test runs whole: a pod for each step, and PPO in segments."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import yaml
 
 from ratchet.store.run import Run
 from tests.runs import CONFIGS
+from tests.warm import Warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +30,7 @@ def test_every_step_is_committed(
     stages: set[str],
     s3_root: str,
     tiny_model: Path,
+    warm: Warm,
     tmp_path: Path,
 ) -> None:
     config = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
@@ -40,24 +40,9 @@ def test_every_step_is_committed(
     config["trainer"] |= {"logger": []}
     arguments = [f"root={s3_root}", "run_id=run", f"config={yaml.safe_dump(config)}", f"total_steps={steps}"]
     log = tmp_path / "log"
-    with log.open("wb") as sink:
-        finished = subprocess.run(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "pipelines.local",
-                str(REPOSITORY / "pipelines" / golden),
-                *arguments,
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, "RATCHET_KFP_ROOT": str(tmp_path / "kfp")},
-            stdout=sink,
-            stderr=sink,
-            check=False,
-        )
-    assert finished.returncode == 0, log.read_text(errors="replace")[-3000:]
+    environment = {**os.environ, "RATCHET_KFP_ROOT": str(tmp_path / "kfp")}
+    code = warm.run(log, environment, "pipelines.local", str(REPOSITORY / "pipelines" / golden), *arguments)
+    assert code == 0, log.read_text(errors="replace")[-3000:]
     run = Run(s3_root, "run")
     assert run.last_step() == steps
     assert stages <= {manifest.content.stage for manifest in run.step_manifests(steps)}

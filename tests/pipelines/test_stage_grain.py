@@ -1,8 +1,6 @@
 """The compiled pipeline at stage grain: a process for each stage, and the same content as a process for everything."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import yaml
 
 from ratchet.store.run import Run
 from tests.runs import train_in_a_process
+from tests.warm import Warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +30,7 @@ def test_a_process_for_each_stage_commits_what_one_process_commits(
     more: set[str],
     s3_root: str,
     tiny_model: Path,
+    warm: Warm,
     tmp_path: Path,
 ) -> None:
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny.yaml").read_text())
@@ -45,20 +45,13 @@ def test_a_process_for_each_stage_commits_what_one_process_commits(
     text = yaml.safe_dump(config)
     log = tmp_path / "pipeline.log"
     golden = REPOSITORY / "pipelines" / pipeline / "pipeline_stages.yaml"
-    program = [sys.executable, "-W", "ignore", "-m", "pipelines.local", str(golden)]
-    with log.open("wb") as sink:
-        finished = subprocess.run(
-            [*program, f"root={s3_root}", "run_id=pods", f"config={text}", f"total_steps={steps}"],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RATCHET_KFP_ROOT": str(tmp_path / "kfp")},
-            stdout=sink,
-            stderr=sink,
-            check=False,
-        )
-    assert finished.returncode == 0, log.read_text()[-3000:]
+    arguments = [f"root={s3_root}", "run_id=pods", f"config={text}", f"total_steps={steps}"]
+    environment = {**os.environ, "RATCHET_KFP_ROOT": str(tmp_path / "kfp")}
+    code = warm.run(log, environment, "pipelines.local", str(golden), *arguments)
+    assert code == 0, log.read_text(errors="replace")[-3000:]
 
     overrides = [f"trainer.total_training_steps={steps}", "trainer.grain=segment"]
-    other = train_in_a_process(s3_root, "process", text, overrides, tmp_path)
+    other = train_in_a_process(s3_root, "process", text, overrides, tmp_path, warm)
     pods = Run(s3_root, "pods")
     for step in range(steps + 1):
         expected = {item.content.stage: item.content_digest for item in other.step_manifests(step)}
