@@ -32,7 +32,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo learn test lint format typecheck imports test-all test-fast test-slow e2e chaos compile component-docs config-reference images images-lock manifests lock clean
+.PHONY: help setup demo learn test lint format typecheck imports test-all test-fast test-slow e2e chaos compile component-docs config-reference images images-lock screenshots manifests lock clean
 
 ##@ Start here
 
@@ -115,6 +115,11 @@ component-docs: $(PROJECT) ## write components/*/README.md from the components' 
 
 config-reference: $(PROJECT) ## write docs/configuration.md from the schema
 	$(BIN)/python -m ratchet.config.reference
+
+screenshots: export HF_HUB_OFFLINE = 1
+screenshots: export OMP_NUM_THREADS ?= 1
+screenshots: $(PROJECT) ## take the pictures of docs/audit.md, with Chromium, and print what its commands say
+	$(BIN)/python -W ignore -m tests.screenshots
 
 lock: ## resolve requirements/*.txt again; UPGRADE=1 takes newer versions
 	UV=$(UV) $(PYTHON) requirements/lock.py $(if $(UPGRADE),--upgrade)

@@ -135,8 +135,10 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
+def mlflow_server(folder: Path, *, options: Sequence[str] = ()) -> Iterator[MlflowServer]:
     """An MLflow server with runs in `folder`/mlflow.db and artifacts beside it, served by one worker.
+
+    `options` are further ones of `mlflow server`.
 
     Raises `StoreError` with the end of the server's log when it does not start.
     """
@@ -150,7 +152,7 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
         stores = ["--backend-store-uri", store, "--artifacts-destination", str(folder / "artifacts")]
         network = ["--host", HOST, "--port", str(ports[0]), "--workers", "1"]
         uvicorn = ["--uvicorn-opts", f"--log-level warning --header {IDENTITY_HEADER}:{identity}"]
-        return [sys.executable, "-m", "mlflow", "server", *stores, *network, *uvicorn]
+        return [sys.executable, "-m", "mlflow", "server", *stores, *network, *uvicorn, *options]
 
     environment = {
         "MLFLOW_DISABLE_TELEMETRY": "true",

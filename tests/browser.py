@@ -111,6 +111,8 @@ def open_page() -> Iterator[Page]:
     # As root, and in a container, Chromium has no sandbox and little shared memory.
     flags = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run"]
     flags += ["--remote-debugging-port=0", "--remote-allow-origins=*", "--disable-background-networking"]
+    # A desk has a mouse: without one, pages show at once what appears when it points there.
+    flags += ["--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"]
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

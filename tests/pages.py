@@ -18,6 +18,19 @@ def code_blocks(page: str, language: str = "python") -> list[str]:
     return fence.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Return what a page's `console` blocks have behind each `$ `: the command, and the lines of its output."""
+    found: list[tuple[str, list[str]]] = []
+    for block in code_blocks(page, "console"):
+        assert block.startswith("$ "), f"{page}: a console block begins with a command: {block[:60]!r}"
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
 def run_blocks(page: str, blocks: Iterable[str], names: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Execute blocks in order, each with the names of those before it; return the names.
 

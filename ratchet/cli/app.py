@@ -24,6 +24,12 @@ app = typer.Typer(
 )
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or s3://bucket/prefix/run-id.")]
+PricesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price", metavar="DEVICE=PRICE", help="Of an hour, as 'NVIDIA H200=3.5' or cpu=0.05; before trainer.prices."
+    ),
+]
 StepOption = Annotated[int, typer.Option("--step", min=0, help="RL step; 0 is what precedes training.")]
 
 

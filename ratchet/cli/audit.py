@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ratchet.cli.app import RunArgument, StepOption, app, open_run
+from ratchet.cli.app import PricesOption, RunArgument, StepOption, app, open_run
 
 
 @app.command()
@@ -29,17 +29,20 @@ def audit(
     is_indexing: Annotated[
         bool, typer.Option("--index", help="Write the run's indexes that are missing first, to audit faster.")
     ] = False,
+    prices: PricesOption = None,
 ) -> None:
     """Show what a model came from: who promoted it, export, steps, rollouts, prompts, rows, code, hardware, cost."""
     from ratchet.grains import audit as auditing
     from ratchet.grains.audit.screen import tree_lines
     from ratchet.store.index import rebuild
+    from ratchet.tracking.cost import parse_prices
 
+    table = parse_prices(prices or [])
     found = auditing.find_subject(subject, root=root)
     if is_indexing:
         written = rebuild(found.run, found.run.last_step())
         typer.echo(f"{len(written)} indexes written", err=True)
-    read = auditing.audit(found)
+    read = auditing.audit(found, table)
     lines = [json.dumps(dataclasses.asdict(read), sort_keys=True)] if as_json else tree_lines(read)
     typer.echo("\n".join(lines))
     if read.faults:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from ratchet.cli.app import RunArgument, StepOption, app, newest_config, open_run, stage_of_a_step
+from ratchet.cli.app import PricesOption, RunArgument, StepOption, app, newest_config, open_run, stage_of_a_step
 from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,13 +147,15 @@ def export(
 def show(
     run: RunArgument,
     step: Annotated[int | None, typer.Option("--step", help="Show this step's best and worst completion.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a step, and a last one: the cost.")] = False,
+    prices: PricesOption = None,
 ) -> None:
-    """Show a run: its steps with their metrics, or one step's completions with their rewards."""
-    from ratchet.tracking.show import completion_lines, step_lines
+    """Show a run: its steps with their metrics and what it cost, or one step's completions with their rewards."""
+    from ratchet.tracking.cost import parse_prices
+    from ratchet.tracking.show import completion_lines, run_lines
 
-    opened = open_run(run)
-    lines = step_lines(opened, as_json=as_json) if step is None else completion_lines(opened, step)
+    table, opened = parse_prices(prices or []), open_run(run)
+    lines = run_lines(opened, table, as_json=as_json) if step is None else completion_lines(opened, step)
     for line in lines:
         typer.echo(line)
 

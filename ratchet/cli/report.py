@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ratchet.cli.app import RunArgument, app, open_run
+from ratchet.cli.app import PricesOption, RunArgument, app, open_run
 from ratchet.errors import ConfigError
 
 
@@ -17,12 +17,15 @@ def report(
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="FIRST-LAST", help="Only these steps, as 51-100; all of them.")
     ] = None,
+    prices: PricesOption = None,
 ) -> None:
     """Write a run, or some of its steps, as one HTML page that needs no network."""
+    from ratchet.tracking.cost import parse_prices
     from ratchet.tracking.report import html, read_report
 
     first, last = _steps(steps) if steps is not None else (1, None)
-    page = html(read_report(open_run(run), first, last))
+    table = parse_prices(prices or [])
+    page = html(read_report(open_run(run), first, last, table))
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(page, encoding="utf-8")
     typer.echo(f"{to}: {len(page.encode()) / 2**20:.1f} MiB")

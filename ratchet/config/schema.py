@@ -14,7 +14,7 @@ from ratchet.config.checks import combination_faults
 from ratchet.config.cluster import DeviceMapConfig, PromotionConfig
 from ratchet.config.models import ActorRolloutRefConfig, CriticConfig
 from ratchet.config.rewards import CustomRewardConfig, RewardModelConfig
-from ratchet.config.section import AboveZero, Count, Loggers, Positive, Section
+from ratchet.config.section import AboveZero, Count, DeviceName, Loggers, NonNegative, Positive, Section
 
 
 class DataConfig(Section):
@@ -71,6 +71,12 @@ class TrainerConfig(Section):
     """Root below which runs lie: a local folder or s3://bucket/prefix."""
     logger: Loggers = ("console",)
     """Where metrics go."""
+    log_completions_freq: int = 10
+    """With the logger mlflow, show a table of completions with their rewards of every so many steps, of the first and
+    of every evaluation; -1 shows none."""
+    system_metrics: bool = True
+    """With the logger mlflow, measure processor, memory, disk, network and GPUs of the machine every 10 s, and show
+    them beside the run's metrics; not at the grain stage, whose pods live for seconds."""
     grain: Literal["stage", "step", "segment"] = "segment"
     """Whether a process lasts for a stage, a step or a segment of steps."""
     async_level: Literal[0, 1] = 0
@@ -115,6 +121,9 @@ class TrainerConfig(Section):
     """Trainer processes of one node."""
     nnodes: Positive = 1
     """Nodes of the trainer."""
+    prices: dict[DeviceName, NonNegative] = Field(default={})
+    """What an hour of one accelerator costs, by its name as manifests have it: `{NVIDIA H200: 3.5}`; `cpu` is an hour
+    of a process without one. In whatever currency; it turns GPU-seconds into money."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Fixes the order of prompts, every sample and the order of mini-batches."""
 

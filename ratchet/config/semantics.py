@@ -63,6 +63,8 @@ OPERATIONAL = frozenset(
         "trainer.experiment_name",
         "trainer.default_local_dir",
         "trainer.logger",
+        "trainer.log_completions_freq",
+        "trainer.system_metrics",
         "trainer.grain",
         "trainer.steps_per_segment",
         "trainer.full_weights_freq",
@@ -80,6 +82,7 @@ OPERATIONAL = frozenset(
         "trainer.device",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
+        "trainer.prices",
         # Where pods run, and what lets the result through.
         *(key for key in key_fields() if key.startswith(("device_map.", "promotion."))),
     }

@@ -276,7 +276,7 @@ DATA_AND_REWARDS: tuple[Rule, ...] = (
 """Data and rewards."""
 
 TRAINER: tuple[Rule, ...] = (
-    _ignored("every evaluated completion is kept; `ratchet show` prints them", "trainer.log_val_generations"),
+    _ignored("every evaluated completion is kept, and MLflow shows 16 of them", "trainer.log_val_generations"),
     _ignored("every rollout is in the run's tables", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     _refused("use `ratchet evaluate RUN --step N`", "trainer.val_only"),
     _refused("use an s3:// root, trainer.default_local_dir=s3://bucket/prefix", "trainer.default_hdfs_dir"),

@@ -50,6 +50,15 @@ def to_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
+def from_bytes(data: bytes) -> pa.Table:
+    """Return the table of one Parquet file; an ArrowException or OSError where it is none.
+
+    Trap: it is read in this thread alone. Arrow's own threads may outlive the read with the bytes in their hands, and a
+    process that ends then is aborted after all its work (apache/arrow#34314).
+    """
+    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+
+
 def write_table(store: ObjectStore, folder: str, table: pa.Table) -> Artifact:
     """Write the table as `part-00000.parquet`, ... below `folder` and describe the files."""
     parts = {}
@@ -94,7 +103,7 @@ def _refuse_fractions(values: Sequence[Any], type_: pa.DataType) -> None:
 
 def _read_part(place: str, data: bytes, schema: pa.Schema) -> pa.Table:
     try:
-        table = pq.read_table(io.BytesIO(data))
+        table = from_bytes(data)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{place} is not a Parquet file: {error}") from error
     if not table.schema.equals(schema):

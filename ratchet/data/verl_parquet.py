@@ -77,7 +77,7 @@ def parquet_records(body: bytes, name: str) -> Iterator[tuple[int, dict[str, Any
     except (*_UNREADABLE, RecursionError) as error:
         raise DataError(f"{name}: expected a Parquet file ({error})") from error
     number = unpacked = 0
-    batches = file.iter_batches(_ROWS_OF_A_BATCH)
+    batches = file.iter_batches(_ROWS_OF_A_BATCH, use_threads=False)
     while True:
         try:
             batch = next(batches, None)

@@ -55,9 +55,12 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> None:
         layer.compile(dynamic=True, **options)
 
 
-def use_liger(model: PreTrainedModel) -> None:
-    """Run norms, rotary embeddings and gated layers of `model` by Liger; where it cannot, the log says so once."""
-    operations = _operations()
+def use_liger(model: PreTrainedModel, operations: Any = None) -> None:
+    """Run norms, rotary embeddings and gated layers of `model` by Liger; where it cannot, the log says so once.
+
+    `operations` are what is taken in place of the package's module `liger_kernel.ops`.
+    """
+    operations = _operations() if operations is None else operations
     family = _FAMILIES.get(model.config.model_type)
     if operations is None:
         _say("Liger's kernels are not used: the package liger-kernel cannot be imported")
@@ -68,7 +71,7 @@ def use_liger(model: PreTrainedModel) -> None:
             _exchange(module, type(module).__name__.removeprefix(family), family, operations)
 
 
-def _exchange(module: Any, kind: str, family: str, operations: ModuleType) -> None:
+def _exchange(module: Any, kind: str, family: str, operations: Any) -> None:
     match kind:
         case "RMSNorm":
             norm = _gemma_norm if family.startswith("Gemma") else _norm
@@ -101,7 +104,7 @@ def _gated(product: Callable[[Tensor, Tensor], Tensor], module: Any, hidden: Ten
     return output
 
 
-def _product(activation: str, operations: ModuleType) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _product(activation: str, operations: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     """activation(a) * b; Liger has two."""
     names = {"SiLUActivation": "LigerSiLUMulFunction", "GELUTanh": "LigerGELUMulFunction"}
     return getattr(operations, names[activation]).apply if activation in names else None

@@ -110,7 +110,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         kernels = _kernels(hidden, options)
-        blocks = list(_blocks(len(targets), weight.shape[0], has_kernels=kernels is not None))
+        blocks = list(vocabulary_blocks(len(targets), weight.shape[0], has_kernels=kernels is not None))
         # Of each block: the largest logit; relative to it the sums of e^z, e^z z and e^2z; the target's logit.
         largest, total, dot, square = (hidden.new_zeros(len(blocks), len(targets), dtype=dtype) for _ in range(4))
         chosen = hidden.new_zeros(len(targets), dtype=dtype)
@@ -158,7 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         # Beside adapters the layer is frozen.
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         kernels = _kernels(hidden, ctx.options)
-        for block in _blocks(len(targets), weight.shape[0], has_kernels=kernels is not None):
+        for block in vocabulary_blocks(len(targets), weight.shape[0], has_kernels=kernels is not None):
             part = weight[block]
             if kernels is not None:
                 d_logits = functional.linear(hidden, part)
@@ -252,7 +252,7 @@ def _logits(
     return logits, slope
 
 
-def _blocks(num_rows: int, num_logits: int, *, has_kernels: bool = False) -> Iterator[slice]:
+def vocabulary_blocks(num_rows: int, num_logits: int, *, has_kernels: bool = False) -> Iterator[slice]:
     """Slices of the vocabulary, such that no block holds more than its share of the logits."""
     num_blocks = NUM_BLOCKS if num_rows * num_logits < LARGE_ELEMENTS else NUM_LARGE_BLOCKS
     share = max(-(-num_rows * num_logits // num_blocks), MIN_BLOCK_ELEMENTS)

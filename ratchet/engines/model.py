@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def torch_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+@cache
+def accelerator_name() -> str:
+    """The name of the current GPU, such as NVIDIA H200."""
+    return torch.cuda.get_device_name()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -122,7 +122,7 @@ def start_engine(
         length = engine_args.get("max_model_len") or context_length(config)
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         if length is not None:
-            wanted = max_num_seqs * length * _kv_bytes(config, dtype) / tensor_parallel_size
+            wanted = max_num_seqs * length * kv_bytes(config, dtype) / tensor_parallel_size
             engine_args["kv_cache_memory_bytes"] = min(math.ceil(1.02 * wanted) + (64 << 20), total // 2)
             # vLLM only checks at the start that this share is free, then takes the bytes asked for.
             gpu_memory_utilization = max(0.01, engine_args["kv_cache_memory_bytes"] / total)
@@ -233,7 +233,7 @@ def _scheduler(version: str, in_process: bool, wanted: bool | None) -> str | Non
     return None
 
 
-def _kv_bytes(config: PreTrainedConfig, dtype: str) -> int:
+def kv_bytes(config: PreTrainedConfig, dtype: str) -> int:
     """Bytes of one token's keys and values in all layers."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -11,29 +11,26 @@ from pathlib import Path
 from ratchet.grains import outputs
 from ratchet.grains.outputs import Output
 from ratchet.grains.session import Session
-from ratchet.store.artifacts import scratch
 from ratchet.store.run import Run
+from ratchet.tracking.report_pages import RUN_PAGE, segment_page
 
 logger = logging.getLogger(__name__)
-
-FOLDER = "reports"
-"""Of pages among MLflow's artifacts."""
 
 
 def show_segment(session: Session, start: int, stop: int, page: Output | None) -> None:
     """Leave the page of the steps from `start` up to and without `stop` with the UI and with the trackers."""
-    _show(session, start, stop - 1, f"steps-{start:06d}-{stop - 1:06d}.html", page, None)
+    _show(session, start, stop - 1, segment_page(start, stop - 1), page, None)
 
 
 def show_run(session: Session, *, page: Output | None = None, report: Output | None = None) -> None:
     """Leave the page of the whole run with the UI and with the trackers; `report` gets a short form of it."""
-    _show(session, 1, None, "run.html", page, report)
+    _show(session, 1, None, RUN_PAGE, page, report)
 
 
 def _show(
     session: Session, first: int, last: int | None, name: str, page: Output | None, report: Output | None
 ) -> None:
-    if page is None and report is None and not session.trackers.keeps_files:
+    if page is None and report is None and not session.trackers.keeps_pages:
         return
     started = time.monotonic()
     try:
@@ -44,10 +41,7 @@ def _show(
         outputs.write_report(report, pages.markdown(found))
         text = pages.html(found)
         outputs.write_report(page, [text])
-        with scratch() as folder:
-            path = folder / name
-            path.write_text(text, encoding="utf-8")
-            session.trackers.keep_file(path, FOLDER)
+        session.trackers.keep_pages(last, {name: text})
     except Exception:
         logger.warning("no page of run %s could be made", session.store_run.uri, exc_info=True)
         _say_so(page, report)

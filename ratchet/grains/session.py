@@ -17,6 +17,7 @@ from ratchet.config import RunConfig, parse_config, semantic
 from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError
 from ratchet.grains import distributed
 from ratchet.grains.storage import Storage
+from ratchet.grains.views import open_views
 from ratchet.stages.base import Stage, run_stage
 from ratchet.stages.residents import Residents
 from ratchet.stages.reward import Reward, reward_sources
@@ -25,7 +26,7 @@ from ratchet.store import layout
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.writer import INLINE, BackgroundWriter, Writer
-from ratchet.tracking.trackers import Trackers, open_trackers
+from ratchet.tracking.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ Inside a segment the second comes later, from the writer's thread, while other s
 
 GRACE_SECONDS = 20.0
 """What commits under way are given when a segment ends early: less than pods are given to stop."""
-_SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0005
 
 
 class LostPutError(Exception):
@@ -121,7 +122,7 @@ class Session:
         run.assume_own_from(own_from)
         grace, interval, is_whole = GRACE_SECONDS, sys.getswitchinterval(), False
         # The engines' thread may wait this long for the writer's, many times a step.
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             yield
             writer.drain()
@@ -275,15 +276,7 @@ def open_session(
     object of this process and `mesh` its device mesh, where they are not to be made from the config.
     `make_writer` makes what commits behind a segment.
     """
-    trackers = open_trackers(
-        config.trainer.logger,
-        # Trackers see what is committed, never what this process has under way.
-        Run(run.root, run.run_id),
-        experiment=config.trainer.project_name,
-        run_name=run.run_id,
-        params=config.model_dump(mode="json"),
-        echo=echo,
-    )
+    trackers = open_views(run, config, echo)
     residents = Residents(run, config, live_reward=reward, mesh=mesh)
     session = Session(run, config, trackers, residents, listener, make_writer)
     try:
@@ -299,3 +292,4 @@ def open_session(
             trackers.finish("FINISHED")
     finally:
         session.residents.close()
+        trackers.close()

@@ -18,6 +18,7 @@ from ratchet.config import RunConfig
 from ratchet.config.semantics import selected
 from ratchet.environment import code_revision
 from ratchet.errors import CommitConflictError, NotCommittedError
+from ratchet.stages.held import Held
 from ratchet.store import layout
 from ratchet.store.manifest import Artifact, Content, Manifest, Provenance, digest_of, finite_metrics
 from ratchet.store.objects import ObjectStore
@@ -190,7 +191,7 @@ def run_stage(
     logger.info("%s: started", place)
     started = time.time()
     result = stage.compute(context)
-    work = _Work(stage, context, result, outside, attempt, started, time.time(), residents.device)
+    work = _Work(stage, context, result, outside, attempt, started, time.time(), residents.held)
     if writer is not INLINE:
         pending = work.pending()
         run.expect(pending)
@@ -218,7 +219,7 @@ class _Work:
     attempt: str
     started: float
     ended: float
-    device: str
+    held: Held
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -232,7 +233,10 @@ class _Work:
             policy_version=self.result.policy_version,
             artifacts={role: as_future(artifact) for role, artifact in self.result.outputs.items()},
             metrics=self.metrics,
+            started=self.started,
             seconds=self.ended - self.started,
+            device=self.held.device,
+            gpu_seconds=self.held.gpu_seconds(self.ended - self.started),
         )
 
     def commit(self) -> Manifest:
@@ -256,7 +260,7 @@ class _Work:
             self.attempt,
             started=self.started,
             ended=self.ended,
-            device=self.device,
+            held=self.held,
             read=[item.manifest for item in context.inputs.values()],
             artifacts=artifacts,
             metrics=self.metrics,
@@ -288,7 +292,7 @@ def describe_attempt(
     *,
     started: float,
     ended: float,
-    device: str,
+    held: Held,
     read: Iterable[Manifest],
     artifacts: dict[str, Artifact],
     metrics: dict[str, float],
@@ -304,8 +308,8 @@ def describe_attempt(
         previous={layout.stage_folder(item.stage, item.step): item.sha256 for item in read},
         started=started,
         ended=ended,
-        device=device,
-        gpu_seconds=ended - started if device == "cuda" else 0.0,
+        device=held.device,
+        gpu_seconds=held.gpu_seconds(ended - started),
         code_revision=code_revision(),
         image=os.environ.get("RATCHET_IMAGE", ""),
         metrics=finite_metrics(metrics),

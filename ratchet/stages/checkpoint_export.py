@@ -8,8 +8,9 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.data.parquet import read_table
 from ratchet.stages.base import Context, Input, Result, Stage
+from ratchet.stages.mlmodel import mlmodel
 from ratchet.stages.settings import data_role
-from ratchet.store.artifacts import scratch, write_folder
+from ratchet.store.artifacts import scratch, write_bytes, write_folder
 from ratchet.store.run import POLICY_UPDATE, Run
 
 _PROOF_PROMPTS = 4
@@ -39,7 +40,8 @@ class CheckpointExport(Stage):
         prove: Any = prove_export
         expect: Callable[[Context, list[list[int]]], list[Any]] = _expected_log_probs
         name = "export/max_log_prob_difference"
-        if context.config.algorithm.objective == "reward_model":
+        is_classifier = context.config.algorithm.objective == "reward_model"
+        if is_classifier:
             prove, expect, name = prove_classifier_export, _expected_scores, "export/max_score_difference"
         expected = expect(context, sequences)
         with scratch() as folder:
@@ -48,7 +50,11 @@ class CheckpointExport(Stage):
             )
             difference = prove(folder, sequences, expected, tolerance=_TOLERANCE)
             artifact = write_folder(context.store, f"{context.folder}/export", folder)
-        return Result(outputs={"export": artifact}, policy_version=step, metrics={name: difference})
+        outputs = {
+            "export": artifact,
+            "mlmodel": write_bytes(context.store, artifact.folder, mlmodel(is_classifier=is_classifier)),
+        }
+        return Result(outputs=outputs, policy_version=step, metrics={name: difference})
 
     def _sequences(self, context: Context) -> list[list[int]]:
         """Texts to compare: prompts, or whole examples."""

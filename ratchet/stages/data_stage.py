@@ -5,7 +5,6 @@ tokenise all of them. Trap: that is only a speed-up; whatever cannot be had from
 """
 
 import functools
-import io
 import json
 import logging
 from abc import abstractmethod
@@ -15,11 +14,10 @@ from importlib.metadata import version
 from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ratchet.config import RunConfig
 from ratchet.config.semantics import selected
-from ratchet.data.parquet import write_table
+from ratchet.data.parquet import from_bytes, write_table
 from ratchet.data.sources import PromptRow, load_rows, resolved_source
 from ratchet.environment import code_revision
 from ratchet.errors import ConfigError, DataError, RatchetError, StoreError, StoreUnavailableError
@@ -57,7 +55,7 @@ class Reused:
 
     def table(self) -> pa.Table:
         """Return the table."""
-        return pa.concat_tables([pq.read_table(io.BytesIO(data)) for _, data in sorted(self.files.items())])
+        return pa.concat_tables([from_bytes(data) for _, data in sorted(self.files.items())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +261,8 @@ class DataStage(Stage):
     def _those_in(self, files: dict[str, bytes], numbered: Numbered) -> Numbered:
         """Return the rows that a table holds; DataError where it holds others."""
         try:
-            parts = [pq.read_table(io.BytesIO(data), columns=[self.id_column]) for _, data in sorted(files.items())]
-        except (pa.ArrowException, OSError) as error:
+            parts = [from_bytes(data).select([self.id_column]) for _, data in sorted(files.items())]
+        except (pa.ArrowException, OSError, KeyError) as error:
             raise DataError(f"expected tables of {self.role} ({error})") from error
         ids = [row_id for part in parts for row_id in part[self.id_column].to_pylist()]
         wanted = set(ids)

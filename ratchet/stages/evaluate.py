@@ -12,6 +12,7 @@ from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.reward import REWARD_KEYS, grade_row, grade_rows, reward_sources
 from ratchet.stages.settings import validation_params
 from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.tracking.work import VAL_TOKENS
 
 
 class Evaluate(Stage):
@@ -82,7 +83,9 @@ class Evaluate(Stage):
         artifact = write_table(
             context.store, f"{context.folder}/evaluations", table_from_rows(rows, schemas.EVALUATIONS)
         )
-        return Result(outputs={"evaluations": artifact}, policy_version=step, metrics=accuracy_metrics(rows))
+        num_tokens = sum(len(row[f"{part}_token_ids"]) for row in rows for part in ("prompt", "completion"))
+        metrics = accuracy_metrics(rows) | {VAL_TOKENS: float(num_tokens)}
+        return Result(outputs={"evaluations": artifact}, policy_version=step, metrics=metrics)
 
 
 def accuracy_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 from ratchet.config import RunConfig
 from ratchet.errors import CommitConflictError, ConfigError, DamagedError
 from ratchet.stages.base import Input, describe_attempt
+from ratchet.stages.held import accelerators
 from ratchet.stages.publishing import digest_of_weights
 from ratchet.stages.residents import Residents
 from ratchet.store import artifacts
@@ -96,8 +97,10 @@ def _load_last_state(residents: Residents, stage: str, trainer: Any, version: in
 
 def _replay(residents: Residents, learner: Learner, trainer: Any, steps: range) -> None:
     logger.info("replaying committed steps %d to %d through %s", steps[0], steps[-1], learner.stage)
+    started = time.perf_counter()
     for step in steps:
         learner.update(trainer, residents.run, residents.config, step)
+    residents.replay_seconds[learner.role] = time.perf_counter() - started
     weights = trainer.export_weights(learner.dtype(residents.config))
     if residents.is_main:
         _compare(residents, learner, steps[-1], weights)
@@ -136,7 +139,7 @@ def _compare(residents: Residents, learner: Learner, version: int, weights: dict
         run.new_attempt(),
         started=now,
         ended=now,
-        device=residents.torch_device(),
+        held=accelerators(residents.torch_device(), 1),
         read=[committed.manifest],
         artifacts={},
         metrics={"recovery/max_weight_drift": drift},

@@ -17,6 +17,7 @@ from ratchet.config import RunConfig
 from ratchet.data import schemas
 from ratchet.stages.base import Context, Input
 from ratchet.stages.handshake import check_same_weights, compare_log_probs
+from ratchet.stages.held import Held, accelerators, num_held
 from ratchet.stages.publishing import Publisher
 from ratchet.stages.run_tables import run_table
 from ratchet.store.manifest import Artifact
@@ -60,6 +61,8 @@ class Residents:
         self.mesh = mesh
         self.trainers: dict[str, Any] = {}
         """Role ("policy", "critic") -> its trainer."""
+        self.replay_seconds: dict[str, float] = {}
+        """Role -> what replaying committed steps through its trainer took, until the update that needed it tells."""
         self.proven_states: set[str] = set()
         """Folders of the trainer states that this process has read back from storage, every digest compared."""
         self.shared_folder = shared_folder
@@ -84,12 +87,16 @@ class Residents:
         return os.environ.get("RANK", "0") == "0"
 
     @property
-    def device(self) -> str:
-        """ "cuda" while an engine holds a GPU, else "cpu"."""
+    def held(self) -> Held:
+        """What the engines that are open hold."""
         is_grading = self._grader is not None and "model" in self.config.reward_weights
-        if not self.trainers and self._sampler is None and not self._scorers and not is_grading:
-            return "cpu"
-        return self.torch_device()
+        count = num_held(
+            self.config,
+            is_training=bool(self.trainers),
+            is_scoring=bool(self._scorers) or is_grading,
+            is_sampling=self._sampler is not None,
+        )
+        return accelerators(self.torch_device(), count) if count else Held("cpu", 0)
 
     def torch_device(self) -> str:
         """Return the device that the config asks for, "auto" resolved."""

@@ -21,8 +21,9 @@ from ratchet.store.artifacts import scratch, write_folder
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 from ratchet.store.writer import direct
+from ratchet.tracking.cost import step_metrics
+from ratchet.tracking.work import NUM_TOKENS, Work, replay_metric
 
-NUM_TOKENS = "perf/total_num_tokens"
 _EARLIER = ("rollout", "reward", "policy_scores", "reference_scores", "values", "advantage", CRITIC_UPDATE)
 
 
@@ -39,13 +40,16 @@ class Update(Stage):
         assert step is not None
         residents.rest_sampler()
         trainer = trainer_at(residents, learner, step - 1)
-        metrics = learner.update(trainer, context.run, context.config, step)
+        replayed = residents.replay_seconds.pop(learner.role, None)
+        metrics = dict(learner.update(trainer, context.run, context.config, step))
+        if replayed is not None:
+            metrics[replay_metric(self.name)] = replayed
         weights = trainer.export_weights(learner.dtype(context.config), device="own")
         state = _trainer_state(context, trainer)
         if not residents.is_main:
             return Result(outputs={})
         artifact = residents.publish((self.name, step, learner.role), context, weights)
-        return Result(outputs={learner.role: artifact}, policy_version=step, metrics=dict(metrics), trainer_state=state)
+        return Result(outputs={learner.role: artifact}, policy_version=step, metrics=metrics, trainer_state=state)
 
 
 class PolicyStage(Update):
@@ -62,7 +66,7 @@ class PolicyStage(Update):
                 # The critic alone was trained.
                 columns = columns_of(context.run, context.inputs, {})
                 result.metrics[NUM_TOKENS] = float(sum(len(ids) for column in columns.values() for ids in column))
-            result.metrics |= _step_metrics(context, time.time() - started, result.metrics[NUM_TOKENS])
+            result.metrics |= _step_metrics(context, started, result.metrics[NUM_TOKENS])
         return result
 
 
@@ -106,12 +110,23 @@ def columns_of(run: Run, inputs: dict[str, Input], wanted: dict[str, tuple[str, 
     return columns
 
 
-def _step_metrics(context: Context, own_seconds: float, num_tokens: float) -> dict[str, float]:
-    """Return counts and seconds of the whole step, of which this update is the last stage, as verl names them."""
+def _step_metrics(context: Context, started: float, num_tokens: float) -> dict[str, float]:
+    """Return counts, seconds and cost of the whole step, of which this update is the last stage, as verl names them."""
     run, config, step = context.run, context.config, context.step
     assert step is not None
-    earlier = [run.manifest(name, step) for name in _EARLIER]
-    seconds = own_seconds + sum(item.seconds for item in earlier if item)
+    own_seconds, held = time.time() - started, context.residents.held
+    own = Work(
+        stage=POLICY_UPDATE,
+        step=step,
+        started=started,
+        seconds=own_seconds,
+        device=held.device,
+        gpu_seconds=held.gpu_seconds(own_seconds),
+    )
+    stages = [own, *_earlier(run, step)]
+    seconds = sum(one.seconds for one in stages)
+    # Only rollouts that are sampled ahead ran beside the step before.
+    before = _earlier(run, step - 1, POLICY_UPDATE) if config.trainer.async_level and step > 1 else []
     rows = run.require("preprocess/train", None).output(data_role(config)).rows or 1
     per_epoch = steps_per_epoch(rows, config.data.train_batch_size)
     processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -122,4 +137,11 @@ def _step_metrics(context: Context, own_seconds: float, num_tokens: float) -> di
         "perf/time_per_step": seconds,
         NUM_TOKENS: num_tokens,
         "perf/throughput": num_tokens / seconds / processes,
+        **step_metrics(stages, before, config.trainer.prices),
     }
+
+
+def _earlier(run: Run, step: int, *more: str) -> list[Work]:
+    """Return what the stages of a step took that are made before its policy update."""
+    found = [run.manifest(name, step) for name in (*_EARLIER, *more)]
+    return [Work.of(one) for one in found if one is not None]

@@ -104,7 +104,9 @@ class Provenance:
     """Unix seconds."""
     ended: float
     device: str
+    """The accelerator's name (NVIDIA H200), or cpu; the oldest manifests say cuda for any GPU."""
     gpu_seconds: float
+    """Seconds times the accelerators that the process's engines held."""
     code_revision: str
     image: str
     metrics: dict[str, float] = field(default_factory=dict)
@@ -141,9 +143,24 @@ class Manifest:
         return self.provenance.metrics
 
     @property
+    def started(self) -> float:
+        """When the stage began, in Unix seconds."""
+        return self.provenance.started
+
+    @property
     def seconds(self) -> float:
         """How long the stage took."""
         return self.provenance.ended - self.provenance.started
+
+    @property
+    def device(self) -> str:
+        """See `Provenance.device`."""
+        return self.provenance.device
+
+    @property
+    def gpu_seconds(self) -> float:
+        """See `Provenance.gpu_seconds`."""
+        return self.provenance.gpu_seconds
 
     def committed(self) -> "Manifest":
         """Return the published manifest: this one, or for one that is under way, what it becomes."""

@@ -13,13 +13,13 @@ from ratchet.store.manifest import Artifact, Content, Manifest, Provenance
 class PendingManifest(Manifest):
     """What a stage has made, before it is published. `content` and `provenance` wait until it is."""
 
-    __slots__ = ("_artifacts", "_committed", "_known", "_metrics", "_seconds")
+    __slots__ = ("_artifacts", "_committed", "_known", "_metrics", "_took")
 
     _artifacts: Mapping[str, "Future[Artifact]"]
     _committed: "Future[Manifest]"
     _known: tuple[str, int | None, int | None]
     _metrics: dict[str, float]
-    _seconds: float
+    _took: tuple[float, float, str, float]
 
     def __init__(
         self,
@@ -29,14 +29,17 @@ class PendingManifest(Manifest):
         policy_version: int | None,
         artifacts: Mapping[str, "Future[Artifact]"],
         metrics: dict[str, float],
+        started: float,
         seconds: float,
+        device: str,
+        gpu_seconds: float,
     ) -> None:
         values = {
             "_artifacts": artifacts,
             "_committed": Future(),
             "_known": (stage, step, policy_version),
             "_metrics": metrics,
-            "_seconds": seconds,
+            "_took": (started, seconds, device, gpu_seconds),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -82,8 +85,20 @@ class PendingManifest(Manifest):
         return self._metrics
 
     @property
+    def started(self) -> float:
+        return self._took[0]
+
+    @property
     def seconds(self) -> float:
-        return self._seconds
+        return self._took[1]
+
+    @property
+    def device(self) -> str:
+        return self._took[2]
+
+    @property
+    def gpu_seconds(self) -> float:
+        return self._took[3]
 
     def has(self, role: str) -> bool:
         return role in self._artifacts

@@ -1,11 +1,15 @@
 """From the place of a run, as people write it, to the run."""
 
-from ratchet.errors import NotCommittedError
+import re
+
+from ratchet.errors import ConfigError, NotCommittedError
 from ratchet.store.run import Run
 
 
 def run_at(place: str) -> Run:
-    """Return the run at ROOT/RUN-ID, which need not be there."""
+    """Return the run at ROOT/RUN-ID, which need not be there; ConfigError for what names none."""
+    if re.fullmatch(r"s3:/*[^/]*/*", place):
+        raise ConfigError(f"{place}: expected s3://bucket/run-id, or s3://bucket/prefix/run-id")
     root, slash, run_id = place.rstrip("/").rpartition("/")
     return Run(root or slash or ".", run_id)
 

@@ -5,14 +5,17 @@ Trap: a status is no part of the chain. It is replaced freely, may be missing or
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ratchet.errors import StoreError
 from ratchet.store import layout
-from ratchet.store.objects import ObjectStore
+from ratchet.store.objects import ObjectNotFoundError, ObjectStore
 
 logger = logging.getLogger(__name__)
+
+_READERS = 16
 
 
 class DamagedStatusError(StoreError):
@@ -62,6 +65,24 @@ def write_status(store: ObjectStore, status: TaskStatus) -> None:
         store.put(key, json.dumps(asdict(status), sort_keys=True).encode())
     except OSError as error:
         logger.warning("the status of %s cannot be written: %s", status.task, error)
+
+
+def read_statuses(store: ObjectStore) -> list[TaskStatus]:
+    """Return what every task of the run last said; what is damaged, or was replaced by nothing, is logged and left out.
+
+    StoreError where storage cannot be read.
+    """
+
+    def read(key: str) -> TaskStatus | None:
+        try:
+            return read_status(store, key)
+        except (ObjectNotFoundError, DamagedStatusError) as error:
+            logger.warning("%s", error)
+            return None
+
+    keys = [info.key for info in store.list_objects("status")]
+    with ThreadPoolExecutor(_READERS) as pool:
+        return [one for one in pool.map(read, keys) if one is not None]
 
 
 def read_status(store: ObjectStore, key: str) -> TaskStatus:

@@ -6,11 +6,9 @@ So params travel alone, and only those that the run lacks.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ratchet.redaction import hidden
 from ratchet.store.manifest import digest_of
 from ratchet.tracking.metrics import mlflow_names
 from ratchet.tracking.mlflow_runs import TrackedRun
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-CONFIG_TAG = "ratchet.config"
-"""Digest of the configuration in `config.yaml`, or why there is no such file."""
 MAX_VALUE = 6000
 """Characters of the longest param that MLflow stores; the artifact holds the rest."""
 _BATCH = 100
@@ -48,40 +44,20 @@ def log_params(client: "MlflowClient", tracked: TrackedRun, config: Mapping[str,
         _log_batch(client, tracked.run_id, new[start : start + _BATCH])
 
 
-def log_config(client: "MlflowClient", tracked: TrackedRun, config: Mapping[str, Any]) -> None:
-    """Upload `config.yaml` unless this configuration is there; where artifacts cannot be written, say so once a run."""
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Return what says whether two configurations are the same."""
+    return digest_of(json.loads(json.dumps(_plain(config)), parse_constant=str))
+
+
+def send_config(client: "MlflowClient", run_id: str, config: Mapping[str, Any]) -> None:
+    """Upload `config.yaml`; raises what MLflow and its artifact storage raise."""
     import yaml
 
-    plain = json.loads(json.dumps(config, default=str))
-    digest = digest_of(json.loads(json.dumps(plain), parse_constant=str))
-    if tracked.tags.get(CONFIG_TAG, "").startswith(digest):
-        return
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    failed = _upload(lambda: client.log_text(tracked.run_id, text, CONFIG_FILE), CONFIG_FILE)
-    # Told in the tag, so that the pods of the other stages do not wait for the same storage.
-    client.set_tag(tracked.run_id, CONFIG_TAG, digest if not failed else f"{digest} not uploaded: {failed}")
+    client.log_text(run_id, yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True), CONFIG_FILE)
 
 
-def upload(client: "MlflowClient", tracked: TrackedRun, path: Path, folder: str) -> int:
-    """Upload a file to a folder of the artifacts; return whether that was possible, as 0 or 1."""
-    failed = _upload(lambda: client.log_artifact(tracked.run_id, str(path), folder), f"{folder}/{path.name}")
-    return int(not failed)
-
-
-def _upload(call: Callable[[], object], name: str) -> str:
-    """Upload an artifact; where that cannot be, say so in the log and return the error's class, else ""."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-    from mlflow.exceptions import MlflowException
-
-    try:
-        call()
-    except (MlflowException, OSError, BotoCoreError, ClientError, Boto3Error, ImportError) as error:
-        logger.warning(
-            "no %s in MLflow, its artifact storage cannot be written from here: %s", name, hidden(str(error))
-        )
-        return type(error).__name__
-    return ""
+def _plain(config: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(config, default=str))
 
 
 def _log_batch(client: "MlflowClient", run_id: str, params: list[Any]) -> None:

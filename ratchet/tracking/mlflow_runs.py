@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,7 +22,14 @@ ROOT_TAG = "ratchet.root"
 """Where the training run lies: what its MLflow run is found by."""
 CREATED_TAG = "ratchet.created"
 """On runs that Ratchet made; the status of any other belongs to who made it."""
+LOGGED_TO_TAG = "ratchet.logged_to"
+"""On a run that a later pipeline run brought along: the MLflow run that has the metrics."""
+PIPELINE_RUN_TAG = "kfp.pipeline_run_id"
+PIPELINE_URL_TAG = "kfp.pipeline_run_url"
+"""As Kubeflow Pipelines' own plugin names them."""
 _PARENT_TAG = "mlflow.parentRunId"
+_NOTE_TAG = "mlflow.note.content"
+"""What MLflow's page of a run shows as its description."""
 _SQLITE = "sqlite:///"
 _MAX_EXPERIMENTS = 100
 """Of one name, deleted ones: more is a server that answers anything."""
@@ -35,6 +42,10 @@ class TrackedRun:
     run_id: str
     params: dict[str, str]
     tags: dict[str, str]
+    metrics: frozenset[str]
+    """Names of those that it had."""
+    started: float = 0.0
+    """Unix seconds."""
 
     @property
     def is_ours(self) -> bool:
@@ -91,11 +102,15 @@ def open_run(
     """Find the MLflow run whose tag `ratchet.root` is `root`; else adopt the injected one; else create one.
 
     A run injected by MLFLOW_RUN_ID may be nested, one for each task of a pipeline: its outermost parent is adopted,
-    so that the tasks share one curve. If that one belongs to another training run, a new run is nested in it.
+    so that the tasks share one curve. If that one belongs to another training run, a new run is nested in it; if a
+    pipeline run before it began this training run, its metrics stay where they are, and the parent says where that is.
     """
     injected = _injected_run(client)
-    experiments = [_experiment_id(client, experiment)] if injected is None else [injected.info.experiment_id]
-    found = tagged_run(client, experiments, root)
+    if injected is not None:
+        experiment_id = str(injected.info.experiment_id)
+    else:
+        experiment_id = _injected_experiment(client) or _experiment_id(client, experiment)
+    found = tagged_run(client, [experiment_id], root)
     wanted = {**tags, ROOT_TAG: root}
     if found is None and injected is not None and ROOT_TAG not in injected.data.tags:
         logger.info("logging to the MLflow run %s, which MLFLOW_RUN_ID names", injected.info.run_id)
@@ -104,15 +119,43 @@ def open_run(
         if injected is not None:
             wanted[_PARENT_TAG] = injected.info.run_id
         wanted |= {CREATED_TAG: "true", "mlflow.source.name": "ratchet"}
-        return _create(client, experiments[0], root, run_name, wanted)
+        return _create(client, experiment_id, root, run_name, wanted)
+    if injected is not None and found.info.run_id != injected.info.run_id and ROOT_TAG not in injected.data.tags:
+        _point(client, injected, found, root)
+    if CREATED_TAG not in found.data.tags:
+        # Kubeflow finds its own run by what it has written there.
+        wanted = {key: value for key, value in wanted.items() if key not in (PIPELINE_RUN_TAG, PIPELINE_URL_TAG)}
     missing = {key: value for key, value in wanted.items() if found.data.tags.get(key) != value}
     return _opened(client, found, missing)
+
+
+def pipeline_tags(submission: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags that name the pipeline run of a submission; none for one outside a pipeline."""
+    pipeline_run = submission.get("submission_id")
+    if not pipeline_run:
+        return {}
+    ui = os.environ.get("KF_PIPELINES_UI_ENDPOINT", "").rstrip("/")
+    tags = {PIPELINE_RUN_TAG: str(pipeline_run)}
+    return {**tags, PIPELINE_URL_TAG: f"{ui}/#/runs/details/{pipeline_run}"} if ui else tags
+
+
+def _point(client: "MlflowClient", parent: "MLflowRun", found: "MLflowRun", root: str) -> None:
+    """Say on the run of a later pipeline run where the metrics are."""
+    from mlflow.entities import RunTag
+
+    if parent.data.tags.get(LOGGED_TO_TAG) == found.info.run_id:
+        return
+    place = f"#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}"
+    said = {LOGGED_TO_TAG: found.info.run_id}
+    if _NOTE_TAG not in parent.data.tags:
+        said[_NOTE_TAG] = f"Goes on with `{root}`. The metrics are in [{found.info.run_name}]({place})."
+    client.log_batch(parent.info.run_id, tags=[RunTag(key, value) for key, value in said.items()])
 
 
 def _opened(client: "MlflowClient", found: "MLflowRun", missing: Mapping[str, str]) -> TrackedRun:
     from mlflow.entities import RunTag
 
-    tracked = TrackedRun(found.info.run_id, dict(found.data.params), {**found.data.tags, **missing})
+    tracked = _tracked(found, missing)
     if missing:
         client.log_batch(tracked.run_id, tags=[RunTag(key, value) for key, value in missing.items()])
     if tracked.is_ours and found.info.status != "RUNNING":
@@ -128,7 +171,13 @@ def _create(
     oldest = tagged_run(client, [experiment_id], root) or created
     if oldest.info.run_id != created.info.run_id:
         client.delete_run(created.info.run_id)
-    return TrackedRun(oldest.info.run_id, dict(oldest.data.params), dict(oldest.data.tags))
+    return _tracked(oldest, {})
+
+
+def _tracked(run: "MLflowRun", tags: Mapping[str, str]) -> TrackedRun:
+    data = run.data
+    started = run.info.start_time / 1000
+    return TrackedRun(run.info.run_id, dict(data.params), {**data.tags, **tags}, frozenset(data.metrics), started)
 
 
 def tagged_run(client: "MlflowClient", experiment_ids: list[str], root: str) -> "MLflowRun | None":
@@ -162,6 +211,25 @@ def _injected_run(client: "MlflowClient") -> "MLflowRun | None":
         logger.warning("MLFLOW_RUN_ID names the run %s, which this MLflow server does not have", run_id)
         return None
     return run if run.info.lifecycle_stage == "active" else None
+
+
+def _injected_experiment(client: "MlflowClient") -> str | None:
+    """Return the experiment that MLFLOW_EXPERIMENT_ID names; None where it names none that can be used."""
+    from mlflow.exceptions import MlflowException
+
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    if not experiment_id:
+        return None
+    try:
+        if client.get_experiment(experiment_id).lifecycle_stage == "active":
+            return experiment_id
+        why = "which is deleted"
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        why = "which this MLflow server does not have"
+    logger.warning("MLFLOW_EXPERIMENT_ID names the experiment %s, %s", experiment_id, why)
+    return None
 
 
 def _experiment_id(client: "MlflowClient", name: str) -> str:

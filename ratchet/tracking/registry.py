@@ -9,10 +9,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ratchet.errors import StoreError
 from ratchet.store import champions, layout
 from ratchet.store.champions import Decision
 from ratchet.store.objects import open_store
+from ratchet.store.run import Run
 from ratchet.tracking.mlflow_runs import (
+    ROOT_TAG,
     check_database_folder,
     default_tracking_uri,
     problem,
@@ -65,7 +68,7 @@ def _attempt(root: str, name: str, history: Sequence[Decision], tracking_uri: st
     place = f"{open_store(root).uri}/{layout.CHAMPIONS}/{name}"
     try:
         check_database_folder(uri)
-        return _mirror(_client(uri), place, name, history)
+        return _mirror(_client(uri), root, place, name, history)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         logger.warning(
             "MLflow at %s cannot be used; the decision stands, and ratchet champions %s --root %s --sync brings it "
@@ -84,7 +87,7 @@ def _client(tracking_uri: str) -> "MlflowClient":
     return MlflowClient(tracking_uri=tracking_uri)
 
 
-def _mirror(client: "MlflowClient", place: str, name: str, history: Sequence[Decision]) -> bool:
+def _mirror(client: "MlflowClient", root: str, place: str, name: str, history: Sequence[Decision]) -> bool:
     model = _registered_model(client, name, place)
     found = model.tags.get(PLACE_TAG)
     if found != place:
@@ -100,7 +103,7 @@ def _mirror(client: "MlflowClient", place: str, name: str, history: Sequence[Dec
     versions = _versions(client, name)
     candidates = [decision for decision in history if decision.verdict != "rolled_back"]
     missing = [decision for decision in candidates if decision.number not in versions]
-    if not all(_create_version(client, decision) for decision in missing):
+    if not all(_create_version(client, root, decision) for decision in missing):
         return False
     if missing:
         # Read back: another process may have created the same ones, and the older are kept.
@@ -175,32 +178,18 @@ def _delete_version(client: "MlflowClient", name: str, version: str) -> None:
             raise
 
 
-def _create_version(client: "MlflowClient", decision: Decision) -> bool:
+def _create_version(client: "MlflowClient", root: str, decision: Decision) -> bool:
     """Create the version of a decision; False, with a warning, where MLflow cannot take its export's place."""
     from mlflow.exceptions import MlflowException
 
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     tracked = tagged_run(client, experiments, decision.run)
-    evaluation, improvement = decision.evaluation, decision.improvement
-    tags = {
-        DECISION_TAG: str(decision.number),
-        "ratchet.verdict": decision.verdict,
-        "ratchet.run": decision.run,
-        "ratchet.step": str(decision.step),
-        "ratchet.export_digest": decision.export.digest,
-        "ratchet.base_model": decision.base.path,
-        "ratchet.base_model_digest": decision.base.digest,
-        "ratchet.accuracy": f"{evaluation.accuracy:.6g}",
-    }
-    if improvement is not None:
-        tags["ratchet.improvement"] = f"{improvement.mean:.6g}"
-        tags["ratchet.compared_with"] = str(decision.compared_with)
     try:
         client.create_model_version(
             decision.name,
             decision.export.uri,
             run_id=None if tracked is None else tracked.info.run_id,
-            tags=tags,
+            tags=_tags(root, decision),
             description="\n".join([decision_line(decision), *decision.reasons])[:_MAX_DESCRIPTION],
             await_creation_for=0,
         )
@@ -216,3 +205,39 @@ def _create_version(client: "MlflowClient", decision: Decision) -> bool:
         )
         return False
     return True
+
+
+def _tags(root: str, decision: Decision) -> dict[str, str]:
+    """Return what MLflow's page says of a version: where it comes from, what it learnt from, and who let it through."""
+    tags = {
+        DECISION_TAG: str(decision.number),
+        ROOT_TAG: decision.run,
+        "ratchet.verdict": decision.verdict,
+        "ratchet.step": str(decision.step),
+        "ratchet.export_digest": decision.export.digest,
+        "ratchet.manifest": _manifest_digest(root, decision),
+        "ratchet.base_model": decision.base.path,
+        "ratchet.base_model_digest": decision.base.digest,
+        "ratchet.data": decision.data.source,
+        "ratchet.data_digest": decision.data.train,
+        "ratchet.config_digest": decision.config_digest,
+        "ratchet.decided_by": decision.by,
+        "ratchet.accuracy": f"{decision.evaluation.accuracy:.6g}",
+    }
+    if decision.improvement is not None:
+        tags["ratchet.improvement"] = f"{decision.improvement.mean:.6g}"
+        tags["ratchet.compared_with"] = str(decision.compared_with)
+    return {key: value for key, value in tags.items() if value}
+
+
+def _manifest_digest(root: str, decision: Decision) -> str:
+    """Return the sha256 of the export's manifest, which proves all that led to it; empty where it is gone."""
+    try:
+        manifest = Run(root, decision.run_id).manifest(champions.EXPORT_STAGE, decision.step)
+    except StoreError as error:
+        logger.warning(
+            "the version of decision %d of %s goes without its digest: %s", decision.number, decision.name, error
+        )
+        return ""
+    is_same = manifest is not None and manifest.content.outputs.get("export") == decision.export.digest
+    return manifest.sha256 if manifest is not None and is_same else ""

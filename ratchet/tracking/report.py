@@ -15,13 +15,18 @@ from typing import Any
 
 from ratchet.errors import NotCommittedError
 from ratchet.redaction import hidden
+from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
+from ratchet.store.status import TaskStatus, read_statuses
+from ratchet.tracking.cost import Cost, Prices, before_steps, cost, prices_of
 from ratchet.tracking.metrics import span
 from ratchet.tracking.report_charts import Chart, charts, evaluated
 from ratchet.tracking.report_completions import Examples, read_examples
 from ratchet.tracking.report_data import Numbers, StepFacts, numbers, read_steps
 from ratchet.tracking.report_events import Event, read_events
 from ratchet.tracking.report_figures import figures, smooth_width
+from ratchet.tracking.show_cost import HEADER, cost_rows, cost_sentences, money_text
+from ratchet.tracking.work import Work
 
 MAX_TEXT = 3000
 """Characters of a prompt or a completion that are shown."""
@@ -41,6 +46,7 @@ class Report:
     numbers: Numbers
     events: list[Event]
     examples: Examples
+    cost: Cost
     headline: list[tuple[str, str]]
     """Label -> what has become of it."""
     facts: list[tuple[str, str]]
@@ -49,8 +55,11 @@ class Report:
     """Of the newest submission, as YAML."""
 
 
-def read_report(run: Run, first: int = 1, last: int | None = None) -> Report:
-    """Read a run from its chain, or its steps from `first` to `last`; NotCommittedError where none is committed."""
+def read_report(run: Run, first: int = 1, last: int | None = None, prices: Prices | None = None) -> Report:
+    """Read a run from its chain, or its steps from `first` to `last`; NotCommittedError where none is committed.
+
+    `prices` go before those of the run's newest submission.
+    """
     steps = read_steps(run, first, last)
     trained = [one.step for one in steps if one.step >= first and one.step > 0]
     if not trained:
@@ -59,17 +68,22 @@ def read_report(run: Run, first: int = 1, last: int | None = None) -> Report:
     submissions = {int(one["epoch"]): one for one in run.submissions()}
     newest = submissions[max(submissions)] if submissions else {}
     graded = [one.step for one in steps if {"rollout", "reward"} <= one.stages and one.step >= first]
-    values = numbers(steps)
+    # Evaluations of a run that learns from examples hold losses, and no completions.
+    evaluated_steps = [one.step for one in steps if "evaluate" in one.stages] if graded else []
     is_whole = first == 1 and last is None
+    tasks = read_statuses(run.store)
+    found = _cost(run, steps, first, prices_of(newest.get("config") or {}, prices), tasks if is_whole else ())
+    values = numbers(steps, found.by_step)
     return Report(
         run_id=run.run_id,
         uri=hidden(run.uri),
         title=f"{run.run_id}" if is_whole else f"{run.run_id}, steps {trained[0]} to {trained[-1]}",
         steps=steps,
         numbers=values,
-        events=read_events(run, steps, submissions),
-        examples=read_examples(run, graded, [one.step for one in steps if "evaluate" in one.stages]),
-        headline=_headline(steps, values),
+        events=read_events(run, steps, submissions, tasks),
+        examples=read_examples(run, graded, evaluated_steps),
+        cost=found,
+        headline=_headline(steps, values, found),
         facts=_facts(run, steps, newest),
         config=_yaml(newest.get("config") or {}),
     )
@@ -89,6 +103,9 @@ def html(report: Report) -> str:
         sections={title: placed for title, (placed, _) in drawn.items()},
         when=when,
         cut=cut,
+        cost_header=HEADER,
+        cost_rows=cost_rows(report.cost),
+        cost_said=cost_sentences(report.cost),
         smooth_width=smooth_width(report.numbers),
         scripts=[Markup(script.replace("</script", "<\\/script")) for script in scripts],
         charts=Markup(_as_script([document for _, document in drawn.values()])),
@@ -117,7 +134,11 @@ def markdown(report: Report) -> list[str]:
     """Return the headline and what happened as lines of Markdown, for the pipeline's UI."""
     rows = [f"| {label} | {_cell(value)} |" for label, value in [*report.headline, *report.facts]]
     told = [f"- {_cell(f'{when(event.time)} {event.text}'.strip())}" for event in report.events]
-    return [f"### {report.title}", "", "| | |", "|---|---|", *rows, "", "What happened:", "", *(told or ["- nothing"])]
+    cells = [HEADER, ("---", *("---:" for _ in HEADER[1:])), *cost_rows(report.cost)]
+    used = [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in cells]
+    said = [f"- {_cell(sentence)}" for sentence in cost_sentences(report.cost)]
+    happened = ["What happened:", "", *(told or ["- nothing"])]
+    return [f"### {report.title}", "", "| | |", "|---|---|", *rows, "", *used, "", *said, "", *happened]
 
 
 def when(moment: float | None) -> str:
@@ -130,7 +151,15 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text) - MAX_TEXT} characters more)"
 
 
-def _headline(steps: Sequence[StepFacts], values: Numbers) -> list[tuple[str, str]]:
+def _cost(run: Run, steps: Sequence[StepFacts], first: int, prices: Prices, tasks: Sequence[TaskStatus]) -> Cost:
+    """Of the step before a segment nothing is counted; before the first one come the data and version 0."""
+    works = [work for one in steps if one.step >= first for work in one.works]
+    if first == 1:
+        works += [Work.of(one) for one in (*before_steps(run), *run.step_manifests(0))]
+    return cost(works, prices, tasks)
+
+
+def _headline(steps: Sequence[StepFacts], values: Numbers, spent: Cost) -> list[tuple[str, str]]:
     trained = [one for one in steps if one.step > 0 and one.policy]
     found = [("Steps", f"{len(trained)}")]
     names = {"critic/score/mean": "Reward", **{name: f"Held-out, {label}" for name, label in evaluated(values).items()}}
@@ -144,8 +173,9 @@ def _headline(steps: Sequence[StepFacts], values: Numbers) -> list[tuple[str, st
     began = min((one.started for one in steps if one.step > 0), default=ended)
     found.append(("From first to last", span(ended - began)))
     found.append(("Of it in stages", span(busy)))
-    gpu = sum(one.gpu_seconds for one in steps)
-    return [*found, ("GPU-hours", f"{gpu / 3600:.4g}")] if gpu else found
+    if spent.total.gpu_seconds:
+        found.append(("GPU-hours", f"{spent.total.gpu_seconds / 3600:.4g}"))
+    return [*found, ("Cost", money_text(spent.total.money))] if spent.prices else found
 
 
 def _facts(run: Run, steps: Sequence[StepFacts], submission: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -155,14 +185,12 @@ def _facts(run: Run, steps: Sequence[StepFacts], submission: Mapping[str, Any]) 
         sorted({made[place] for one in steps for made in one.made_by} - {""}) for place in range(3)
     )
     last = next((one for one in reversed(steps) if one.policy), None)
-    prompts = run.manifest("preprocess/train", None)
+    data = run.manifest("preprocess/train", None)
     export = run.manifest("checkpoint_export", steps[-1].step)
     found = {
         "Run": run.uri,
         "Base model": str(config.get("actor_rollout_ref", {}).get("model", {}).get("path", "")),
-        "Training prompts": ""
-        if prompts is None
-        else f"{prompts.output('prompts').rows}, {_digest(prompts, 'prompts')}",
+        **({} if data is None else _data(data)),
         "Seed": str(config.get("trainer", {}).get("seed", "")),
         "Estimator": str(config.get("algorithm", {}).get("adv_estimator", "")),
         "Last policy": "" if last is None else f"{last.policy[:12]} of step {last.step}",
@@ -174,7 +202,15 @@ def _facts(run: Run, steps: Sequence[StepFacts], submission: Mapping[str, Any]) 
     return [(label, hidden(value)) for label, value in found.items() if value]
 
 
-def _digest(manifest: Any, role: str) -> str:
+def _data(manifest: Manifest) -> dict[str, str]:
+    """Return what was trained on, prompts or examples: how many, and their digest."""
+    return {
+        f"Training {role}": f"{artifact.rows}, {_digest(manifest, role)}"
+        for role, artifact in manifest.provenance.artifacts.items()
+    }
+
+
+def _digest(manifest: Manifest, role: str) -> str:
     return str(manifest.content.outputs[role][:12])
 
 

@@ -11,6 +11,7 @@ from ratchet.tracking.report_data import Numbers, Points
 COLOURS = ("#3584e4", "#d97706", "#16a085", "#c2549d", "#8f7a00", "#7a6ff0", "#d64545", "#7c8794", "#3a9d3a")
 """At least 3:1 against white and against the dark background."""
 _EVALUATED = re.compile(r"val-core/(.+)/acc/mean@(\d+)")
+_HELD_OUT_LOSS = re.compile(r"val-core/(\w+)/loss")
 _PART = re.compile(r"reward/(.+)/mean")
 _SECONDS = re.compile(r"timing_s/(.+)")
 _SUMS = ("step",)
@@ -79,6 +80,13 @@ def _reward(numbers: Numbers) -> Iterator[Chart]:
             for place, (name, label) in enumerate(evaluated(numbers).items())
         ),
     )
+    held_out = {name: match[1] for name in numbers.series if (match := _HELD_OUT_LOSS.fullmatch(name))}
+    yield Chart(title="Held-out loss", note="Of examples.", lines=_lines(numbers, held_out, is_sparse=True))
+    in_order = "Share of pairs whose chosen side is the better one by the model."
+    lines = _lines(numbers, {"rewards/accuracies": "training"})
+    yield Chart(title="Pairs in the right order", note=in_order, lines=lines)
+    lines = _lines(numbers, {"val-core/dpo/accuracy": "held-out"}, is_sparse=True)
+    yield Chart(title="Held-out pairs in the right order", note=in_order, lines=lines)
     parts = {name: match[1] for name in numbers.series if (match := _PART.fullmatch(name))}
     yield Chart(title="Parts of the reward", note="Mean of each part, unweighted.", lines=_lines(numbers, parts))
     yield Chart(
@@ -110,7 +118,8 @@ def _policy(numbers: Numbers) -> Iterator[Chart]:
         lines=_lines(numbers, {"actor/pg_clipfrac": "upper bound", "actor/pg_clipfrac_lower": "second bound"}),
         has_zero=True,
     )
-    yield Chart(title="Policy loss", note="", lines=_lines(numbers, {"actor/pg_loss": "loss"}))
+    losses = {"actor/pg_loss": "policy gradient", "actor/sft_loss": "imitated examples", "actor/loss": "of the update"}
+    yield Chart(title="Policy loss", note="", lines=_lines(numbers, losses))
     yield Chart(
         title="Gradient norm",
         note="Before clipping.",
@@ -188,6 +197,12 @@ def _time(numbers: Numbers) -> Iterator[Chart]:
         title="GPU-hours",
         note="Added up over the steps shown.",
         lines=_lines(numbers, {"gpu_hours": "GPU-hours"}),
+        has_zero=True,
+    )
+    yield Chart(
+        title="Cost",
+        note="Added up over the steps shown, at the prices in the table of costs.",
+        lines=_lines(numbers, {"money": "cost"}),
         has_zero=True,
     )
 

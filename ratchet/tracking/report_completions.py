@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -25,6 +25,7 @@ _READERS = 6
 _EVALUATION = ["prompt_id", "sample_index", "completion", "finish_reason", "reward", "extracted", "is_parseable"]
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,23 +92,23 @@ class Examples:
     unreadable_examples: list[Example] = field(default_factory=list)
 
 
-def steps_to_read(steps: Sequence[int], most: int = STEPS_READ) -> list[int]:
-    """Return at most `most` of the steps, the first and the last among them, evenly spread."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+def evenly(found: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` (2 or more) of what is found, the first and the last among them, evenly spread."""
+    if len(found) <= most:
+        return list(found)
+    return [found[round(place * (len(found) - 1) / (most - 1))] for place in range(most)]
 
 
 def read_examples(run: Run, graded: Sequence[int], evaluated: Sequence[int]) -> Examples:
     """Read what is to be shown. `graded` are the steps with rewards, `evaluated` those with an evaluation, in order."""
-    steps = steps_to_read(graded)
+    steps = evenly(graded, STEPS_READ)
     evaluations = [evaluated[0], evaluated[-1]] if len(evaluated) > 1 else []
     with ThreadPoolExecutor(_READERS) as pool:
-        tables = pool.map(lambda step: _graded_rows(run, step), steps)
-        measured = pool.map(lambda step: _evaluated_rows(run, step), evaluations)
+        tables = pool.map(lambda step: graded_rows(run, step), steps)
+        measured = pool.map(lambda step: evaluated_rows(run, step), evaluations)
         rows = dict(zip(steps, tables, strict=True))
         held_out = dict(zip(evaluations, measured, strict=True))
-    train, val = _Prompts(run, "train"), _Prompts(run, "val")
+    train, val = Prompts(run, "train"), Prompts(run, "val")
     last = rows[steps[-1]] if steps else []
     # Of rewards that are not finite neither best nor worst can be said.
     ranked = sorted((row for row in last if math.isfinite(row["reward"])), key=lambda row: (-row["reward"], _key(row)))
@@ -132,11 +133,11 @@ def read_examples(run: Run, graded: Sequence[int], evaluated: Sequence[int]) -> 
     )
 
 
-class _Prompts:
-    """What was asked, looked up when it is shown."""
+class Prompts:
+    """What was asked, looked up when it is shown; empty where the table of prompts has more than `most_bytes`."""
 
-    def __init__(self, run: Run, split: str) -> None:
-        self._run, self._split = run, split
+    def __init__(self, run: Run, split: str, *, most_bytes: float = math.inf) -> None:
+        self._run, self._split, self._most_bytes = run, split, most_bytes
         self._table: pa.Table | None = None
 
     def example(self, row: Mapping[str, Any]) -> Example:
@@ -158,16 +159,22 @@ class _Prompts:
     def _row(self, prompt_id: str) -> Row:
         if self._table is None:
             manifest = self._run.require(f"preprocess/{self._split}", None)
-            self._table = read_table(self._run.store, manifest.output("prompts"), schemas.PROMPTS)
+            prompts = manifest.output("prompts")
+            is_small = sum(entry.bytes for entry in prompts.files) <= self._most_bytes
+            self._table = (
+                read_table(self._run.store, prompts, schemas.PROMPTS) if is_small else schemas.PROMPTS.empty_table()
+            )
         place = self._table["prompt_id"].index(prompt_id).as_py()
         return {} if place < 0 else dict(self._table.slice(place, 1).to_pylist()[0])
 
 
-def _graded_rows(run: Run, step: int) -> list[Row]:
+def graded_rows(run: Run, step: int) -> list[Row]:
+    """Return the step's completions that were graded, each with its reward's columns."""
     return [{**row, "step": step} for row in graded_completions(run, step)]
 
 
-def _evaluated_rows(run: Run, step: int) -> list[Row]:
+def evaluated_rows(run: Run, step: int) -> list[Row]:
+    """Return the held-out completions that the step's evaluation sampled, each with its reward."""
     table = read_table(run.store, run.require("evaluate", step).output("evaluations"), schemas.EVALUATIONS)
     return [{**row, "step": step} for row in table.select(_EVALUATION).to_pylist()]
 

@@ -4,7 +4,7 @@ Trap: a run of 1,000 steps has 6,000 manifests. They are read side by side, and 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from ratchet.store.manifest import Manifest
 from ratchet.store.run import POLICY_UPDATE, Run
+from ratchet.tracking.cost import Used
+from ratchet.tracking.work import Work
 
 MAX_POINTS = 2000
 """Of one curve; of a longer run each point is the mean of several steps."""
@@ -31,7 +33,8 @@ class StepFacts:
     started: float
     """Unix seconds; of its first stage."""
     ended: float
-    gpu_seconds: float
+    works: tuple[Work, ...]
+    """What each of its stages took."""
     by_epoch: dict[int, float]
     """Claim under which something was committed -> when the first such stage began."""
     made_by: frozenset[tuple[str, str, str]]
@@ -80,14 +83,22 @@ def read_steps(run: Run, first: int, last: int | None) -> list[StepFacts]:
     return [_facts(manifests) for manifests in [*kept, *found] if manifests]
 
 
-def numbers(steps: Sequence[StepFacts]) -> Numbers:
-    """Return the metrics of these steps as curves, with `gpu_hours` added up from the first of them on."""
+def numbers(steps: Sequence[StepFacts], used: Mapping[int, Used]) -> Numbers:
+    """Return the metrics of these steps as curves, and `gpu_hours` and `money` added up from the first of them on.
+
+    `used` is what each step used. There is no `money` where that of a step is not known.
+    """
     stride = math.ceil(len(steps) / MAX_POINTS) if steps else 1
     names = sorted({name for one in steps for name in one.metrics})
     series = {name: _series((one.metrics.get(name, math.nan) for one in steps), len(steps), stride) for name in names}
-    hours = np.cumsum([one.gpu_seconds for one in steps]) / 3600
-    if hours.size and hours[-1] > 0:
-        series["gpu_hours"] = _series(hours.tolist(), len(steps), stride)
+    per_step: dict[str, list[float | None]] = {
+        "gpu_hours": [used[one.step].gpu_seconds / 3600 if one.step in used else 0.0 for one in steps],
+        "money": [used[one.step].money if one.step in used else 0.0 for one in steps],
+    }
+    for name, amounts in per_step.items():
+        known = [amount for amount in amounts if amount is not None]
+        if sum(known) > 0 and len(known) == len(steps):
+            series[name] = _series(np.cumsum(known).tolist(), len(steps), stride)
     places = np.array([one.step for one in steps], np.int32)
     ends = np.minimum(np.arange(stride - 1, len(steps) + stride - 1, stride), len(steps) - 1)
     return Numbers(steps=places[ends] if steps else places, series=series, stride=stride)
@@ -130,7 +141,7 @@ def _facts(manifests: Sequence[Manifest]) -> StepFacts:
         metrics=metrics,
         started=min(one.provenance.started for one in manifests),
         ended=max(one.provenance.ended for one in manifests),
-        gpu_seconds=sum(one.provenance.gpu_seconds for one in manifests),
+        works=tuple(Work.of(one) for one in manifests),
         by_epoch=by_epoch,
         made_by=frozenset(_maker(one) for one in manifests),
         policy=policies[0] if policies else "",

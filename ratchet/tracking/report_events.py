@@ -9,17 +9,16 @@ import json
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ratchet.errors import StoreError
 from ratchet.redaction import hidden
 from ratchet.store import champions, layout
-from ratchet.store.objects import ObjectInfo, ObjectNotFoundError
+from ratchet.store.objects import ObjectInfo
 from ratchet.store.retired import Retired
 from ratchet.store.run import Run
-from ratchet.store.status import DamagedStatusError, TaskStatus, read_status
+from ratchet.store.status import TaskStatus
 from ratchet.tracking.metrics import span
 from ratchet.tracking.report_data import StepFacts
 from ratchet.tracking.show_champions import decision_line
@@ -33,7 +32,6 @@ SHORTEST_PAUSE = 120.0
 _PAUSE_IN_STEPS = 3.0
 _CHANGES = 6
 """Config keys that are named of a new submission."""
-_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +48,21 @@ class Event:
     """Unix seconds; None where nothing says when."""
 
 
-def read_events(run: Run, steps: Sequence[StepFacts], submissions: Mapping[int, Mapping[str, Any]]) -> list[Event]:
-    """Return what happened in these steps, in order of time. `submissions` are those of the run by epoch."""
+def read_events(
+    run: Run,
+    steps: Sequence[StepFacts],
+    submissions: Mapping[int, Mapping[str, Any]],
+    tasks: Sequence[TaskStatus],
+) -> list[Event]:
+    """Return what happened in these steps, in order of time. `submissions` are those of the run by epoch.
+
+    `tasks` are what the run's tasks last said of themselves.
+    """
     if not steps:
         return []
     found = [
         *_submitted(run, steps, submissions),
-        *_tasks(run, steps),
+        *_tasks(tasks, steps),
         *_numbers(steps),
         *_pauses(steps),
         *_retired(run, steps),
@@ -97,21 +103,10 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "")
             yield f"{path}{key}: {json.dumps(left, default=str):.80} -> {json.dumps(right, default=str):.80}"
 
 
-def _tasks(run: Run, steps: Sequence[StepFacts]) -> Iterator[Event]:
+def _tasks(tasks: Sequence[TaskStatus], steps: Sequence[StepFacts]) -> Iterator[Event]:
     """Failures, ends by a signal, and repeated beginnings that tasks told of."""
-
-    def read(key: str) -> TaskStatus | None:
-        try:
-            return read_status(run.store, key)
-        except (ObjectNotFoundError, DamagedStatusError) as error:
-            logger.warning("%s", error)
-            return None
-
     first, last = steps[0].step, steps[-1].step
-    keys = [info.key for info in run.store.list_objects("status")]
-    with ThreadPoolExecutor(_READERS) as pool:
-        statuses = [one for one in pool.map(read, keys) if one is not None]
-    for one in statuses:
+    for one in tasks:
         if one.step is not None and not first <= one.step <= last:
             continue
         if one.attempt > 1:

@@ -11,6 +11,7 @@ from ratchet.store.manifest import Manifest
 from ratchet.store.run import Run
 from ratchet.tracking.base import Status, Tracker
 from ratchet.tracking.console import ConsoleTracker, JsonlTracker
+from ratchet.tracking.mlflow_artifacts import Exhibit
 from ratchet.tracking.mlflow_tracker import MLflowTracker
 from ratchet.tracking.tensorboard_tracker import TensorBoardTracker
 
@@ -40,16 +41,25 @@ class Trackers:
         for tracker in self.trackers:
             self._guard(tracker, partial(tracker.finish, status))
 
-    @property
-    def keeps_files(self) -> bool:
-        """Whether `keep_file` would do anything."""
-        return any(isinstance(tracker, MLflowTracker) for tracker in self.trackers)
-
-    def keep_file(self, path: Path, folder: str) -> None:
-        """Keep a copy of a file with the run, in `folder`, where a tracker can: in MLflow, among its artifacts."""
+    def close(self) -> None:
+        """End what goes on beside the run in this process."""
         for tracker in self.trackers:
             if isinstance(tracker, MLflowTracker):
-                tracker.keep_file(path, folder)
+                tracker.close()
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether `keep_pages` would do anything."""
+        return any(isinstance(tracker, MLflowTracker) for tracker in self.trackers)
+
+    def keep_pages(self, last: int | None, made: Mapping[str, str]) -> None:
+        """Keep the pages of the segments up to step `last`, for None those of all and of the run, where a tracker can.
+
+        `made` are those that have been made already, by their names (`ratchet.tracking.report_pages`).
+        """
+        for tracker in self.trackers:
+            if isinstance(tracker, MLflowTracker):
+                self._guard(tracker, partial(tracker.keep_pages, last, made))
 
     def _guard(self, tracker: Tracker, action: Callable[[], int | None]) -> int | None:
         try:
@@ -78,6 +88,8 @@ def open_trackers(
     params: Mapping[str, Any],
     tags: Mapping[str, str] | None = None,
     tracking_uri: str | None = None,
+    exhibits: Sequence[Exhibit] = (),
+    system_metrics: bool = False,
     echo: Callable[[str], None] | None = None,
     folder: Path | None = None,
 ) -> Trackers:
@@ -91,7 +103,14 @@ def open_trackers(
         "console": lambda: ConsoleTracker(run, echo),
         "jsonl": lambda: JsonlTracker(run, place / f"{run.run_id}.jsonl"),
         "mlflow": lambda: MLflowTracker(
-            run, experiment=experiment, run_name=run_name, params=params, tags=tags, tracking_uri=tracking_uri
+            run,
+            experiment=experiment,
+            run_name=run_name,
+            params=params,
+            tags=tags,
+            tracking_uri=tracking_uri,
+            exhibits=exhibits,
+            system_metrics=system_metrics,
         ),
         "tensorboard": lambda: TensorBoardTracker(run, place / "tensorboard" / run.run_id),
     }

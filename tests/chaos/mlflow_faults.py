@@ -31,7 +31,8 @@ from tests.runs import Stopped, manifests
 
 KIND = "mlflow"
 GRAINS = ("segment", "step", "stage")
-OVERRIDES: dict[str, Any] = {"trainer.logger": ["mlflow"]}
+OVERRIDES: dict[str, Any] = {"trainer.logger": ["mlflow"], "trainer.system_metrics": False}
+"""Metrics of the machine come at times of their own, and are no part of the chain."""
 EXPERIMENT = "ratchet"
 STOPPED_AFTER = "step-000002/reward"
 """Where the first session ends in cases of a resume: in the middle of a step."""

@@ -166,10 +166,16 @@ def test_show_lists_the_steps_and_a_steps_completions(ratchet: Ratchet, trained:
     finished = ratchet("show", trained)
     assert finished.code == 0
     starts = [line.split(" | ")[0] for line in finished.lines]
-    assert [start for start in starts if start != "step: 0"] == ["step: 1", "step: 2"]
+    assert [start for start in starts if start.startswith("step: ") and start != "step: 0"] == ["step: 1", "step: 2"]
+    table = finished.lines[finished.lines.index("") + 1 :]
+    assert table[0].split() == ["stage", "times", "seconds", "GPU-seconds", "tokens", "tokens/s", "cost"]
+    assert any(line.startswith("total ") for line in table)
 
-    rows = [json.loads(line) for line in ratchet("show", f"{trained}/", "--json").lines]
+    *rows, last = [json.loads(line) for line in ratchet("show", f"{trained}/", "--json", "--price", "cpu=2").lines]
     assert [row["step"] for row in rows] == [0, 1, 2]
+    spent = last["cost"]
+    assert spent["total"]["money"] == pytest.approx(spent["total"]["seconds"] / 3600 * 2)
+    assert spent["total"]["tokens"] == sum(row["metrics"].get("perf/total_num_tokens", 0) for row in rows)
     assert rows[1]["stages"] == ["rollout", "reward", "advantage", "policy_update"]
     assert rows[1]["metrics"]["training/global_step"] == 1
 

@@ -4,7 +4,7 @@ Trap: the config is read as it was submitted and never parsed, since parsing run
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +19,22 @@ from ratchet.store.lineage import Lineage
 from ratchet.store.manifest import digest_of
 from ratchet.store.objects import ObjectNotFoundError, open_store
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+from ratchet.store.status import read_statuses
+from ratchet.tracking.cost import Prices, cost, prices_of
+from ratchet.tracking.work import Work
 
 _EVALUATE = "evaluate"
 _RECOVERY = "recovery"
-_SPLITS = {"data/train": "data.train_files", "data/val": "data.val_files"}
-"""Folder of prompts -> the key of the config that says where they came from."""
+_SPLITS = {
+    "data/train": "data.train_files",
+    "data/val": "data.val_files",
+    "data/sft": "algorithm.hybrid.sft_files",
+}
+"""Folder of prompts or examples -> the key of the config that says where they came from."""
 
 
-def audit(subject: Subject) -> Audit:
-    """Return the lineage of what was asked about.
+def audit(subject: Subject, prices: Prices | None = None) -> Audit:
+    """Return the lineage of what was asked about; `prices` go before those of the newest submission in it.
 
     Every manifest in it was read from storage, or has the sha256 that another one of the lineage names; `faults` says
     what does not fit. StoreError only where storage cannot be read or there is nothing to begin with.
@@ -50,9 +57,7 @@ def audit(subject: Subject) -> Audit:
         exports = tuple(one for one in exports if one.step == step)
     decisions, serving = _decisions(subject, step)
     semantic = run.semantic()
-    gpu_seconds: defaultdict[str, float] = defaultdict(float)
-    for one in records.values():
-        gpu_seconds[one.stage] += one.gpu_seconds
+    table = prices_of(raw[max(raw)] if raw else {}, prices)
     trained = [one for one in records.values() if one.step and one.stage not in (EXPORT_STAGE, _EVALUATE)]
     base = tuple(one for one in _of_stage(records, POLICY_UPDATE, CRITIC_UPDATE) if one.step == 0)
     return Audit(
@@ -74,8 +79,9 @@ def audit(subject: Subject) -> Audit:
         evaluations=_of_stage(records, _EVALUATE),
         recoveries=_of_stage(records, _RECOVERY, f"critic_{_RECOVERY}"),
         rollouts=sum(one.rows for one in trained),
-        gpu_seconds=dict(sorted(gpu_seconds.items())),
-        faults=(*lineage.faults, *_digest_faults(subject, exports)),
+        cost=cost(map(Work.of, lineage.manifests.values()), table, read_statuses(run.store)),
+        # A manifest that several were made from contradicts each of them.
+        faults=tuple(dict.fromkeys((*lineage.faults, *_digest_faults(subject, exports)))),
     )
 
 

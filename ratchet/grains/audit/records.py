@@ -12,6 +12,7 @@ from ratchet.store import layout
 from ratchet.store.chain import Fault
 from ratchet.store.decision import Decision
 from ratchet.store.manifest import Manifest
+from ratchet.tracking.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,7 @@ class Audit:
     """Where a trainer was rebuilt and its weights differed from those committed."""
     rollouts: int
     """Completions that it was trained on."""
-    gpu_seconds: Mapping[str, float]
-    """Stage -> GPU-seconds of the committed attempts, evaluations and export among them."""
+    cost: Cost
+    """Of the whole lineage: evaluations, export, data and version 0 are among it."""
     faults: tuple[Fault, ...]
     """What contradicts the chain; empty where every manifest is the one that was read."""

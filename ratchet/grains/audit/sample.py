@@ -14,15 +14,16 @@ import pyarrow.compute as pc
 from ratchet.data import schemas
 from ratchet.data.join import prompts_by_id
 from ratchet.data.parquet import read_table
-from ratchet.errors import ConfigError, DataError, NotCommittedError
+from ratchet.errors import ConfigError, DamagedError, DataError, NotCommittedError
 from ratchet.grains.audit.records import StageRecord
 from ratchet.grains.status.chain import in_parallel
 from ratchet.store import layout
 from ratchet.store.artifacts import read_bytes
-from ratchet.store.chain import Fault
+from ratchet.store.chain import Fault, manifest_key
 from ratchet.store.lineage import Lineage
 from ratchet.store.manifest import Artifact
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
+from ratchet.tracking.show import no_rollouts
 
 _BY_TOKEN = {
     "policy_scores": ("policy_log_probs", "sum_pi_squared"),
@@ -42,6 +43,7 @@ _SCHEMAS = {
 }
 _GROUP = ("behaviour_source", "group_reward_mean", "group_reward_std", "group_size")
 _TOKENIZER = "tokenizer.json"
+_PROMPTS = layout.stage_folder("preprocess/train", None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ def find_sample(run: Run, step: int, wanted: str) -> Sample:
     """Return the completion that `wanted` names: GROUP/INDEX, or GROUP or PROMPT_ID for the first of its samples.
 
     GROUP is <step>/<prompt_id>, and may be left at the prompt's id. ConfigError for one that the step has not;
-    NotCommittedError without committed rollouts.
+    NotCommittedError without committed rollouts, DamagedError where they are others than those that it learnt from.
     """
     lineage = _step_lineage(run, step)
     artifacts = _artifacts(lineage, step)
@@ -136,8 +138,11 @@ def _step_lineage(run: Run, step: int) -> Lineage:
             break
         except NotCommittedError:
             continue
-    if layout.stage_folder("rollout", step) not in lineage.manifests:
-        raise NotCommittedError(f"run {run.uri} has no committed rollouts of step {step}")
+    for place in (layout.stage_folder("rollout", step), _PROMPTS):
+        if place not in lineage.manifests:
+            # What is there, and is not what the step was made from, is no source for a sample.
+            told = [str(fault) for fault in lineage.faults if fault.place == manifest_key(place)]
+            raise DamagedError(f"run {run.uri}: {told[0]}") if told else no_rollouts(run, step)
     if layout.stage_folder("values", step) in lineage.manifests:
         # The critic learns from it too, and no policy is made from what it learns.
         lineage.read([layout.stage_folder(CRITIC_UPDATE, step)])
@@ -194,7 +199,7 @@ def _unknown(step: int, wanted: str, rollouts: pa.Table) -> str:
 
 
 def _prompt(lineage: Lineage, prompt_id: str) -> dict[str, Any]:
-    prompts = lineage.manifests[layout.stage_folder("preprocess/train", None)].output("prompts")
+    prompts = lineage.manifests[_PROMPTS].output("prompts")
     return prompts_by_id(read_table(lineage.run.store, prompts, schemas.PROMPTS), [prompt_id])[prompt_id]
 
 

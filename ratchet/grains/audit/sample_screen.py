@@ -62,18 +62,25 @@ def _earned(sample: Sample) -> Iterator[str]:
         yield "not graded yet"
         return
     said = sample.reward
-    parts = ", ".join(f"{name} {value:g}" for name, value in said["reward_breakdown"].items())
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in said["reward_breakdown"].items())
+    reward = _number(said["reward"]) + (f" ({parts})" if parts else "")
     truth = (sample.prompt["reward_model"] or {}).get("ground_truth")
     answer = "no answer was read" if said["extracted"] is None else f"answer {said['extracted']!r}"
-    yield one_line(f"reward {said['reward']:g} ({parts}): {answer}, ground truth {truth!r}")
+    yield one_line(f"reward {reward}: {answer}, ground truth {truth!r}")
     if said["error"]:
         yield one_line(f"  error: {said['error']}")
-    rewards = ", ".join("none" if one is None else f"{one:g}" for one in sample.group_rewards)
+    rewards = ", ".join(map(_number, sample.group_rewards))
     group = sample.group
-    if group:
+    if group and group["group_size"] is None:
+        yield f"left out of its group, whose rewards are {rewards}"
+    elif group:
         spread = f"mean {group['group_reward_mean']:g}, standard deviation {group['group_reward_std']:g}"
         source = f"behaviour log-probs are the {group['behaviour_source']}'s"
         yield f"group of {group['group_size']}: rewards {rewards}; {spread}; {source}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
 
 
 def _table(sample: Sample) -> Iterator[str]:

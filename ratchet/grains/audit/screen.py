@@ -14,6 +14,7 @@ from ratchet.grains.status.screen import one_line
 from ratchet.store.decision import Decision
 from ratchet.store.usage import readable
 from ratchet.tracking.show_champions import accuracy_text, decision_line
+from ratchet.tracking.show_cost import cost_in_short, cost_sentences, row_text
 
 _SHORT = 12
 """Hexadecimal digits of a digest that are shown."""
@@ -116,9 +117,10 @@ def _submission(one: Submission) -> str:
 
 
 def _cost(audit: Audit) -> Node:
-    by_stage = {stage: seconds for stage, seconds in audit.gpu_seconds.items() if seconds}
-    total = sum(by_stage.values())
-    return Node(f"{total:.0f} GPU-seconds", _leaves(*(f"{stage} {seconds:.0f}" for stage, seconds in by_stage.items())))
+    by_stage = (
+        f"{stage}: {row_text(used)}" for stage, used in audit.cost.by_stage.items() if used.seconds or used.gpu_seconds
+    )
+    return Node(cost_in_short(audit.cost), _leaves(*by_stage, *cost_sentences(audit.cost)))
 
 
 def _steps(audit: Audit) -> Iterator[Node]:
@@ -165,15 +167,15 @@ def _written(one: StageRecord) -> Iterator[str]:
 
 
 def _stage_leaves(one: StageRecord, run: str) -> list[Node]:
-    folders = [f"in {run}/{output.folder}" for output in one.outputs.values()]
+    folders = dict.fromkeys(f"in {run}/{output.folder}" for output in one.outputs.values())
     done = f"{_made(one)}, {_when(one.ended)}"
     return [Node(f"manifest {one.manifest_sha256[:_SHORT]}"), *_files(one), *_leaves(*folders, done)]
 
 
 def _prompts(data: Data, run: str) -> Node:
     rows = f"the rows of {data.source or 'a source that is not known'}, digest {data.source_digest[:_SHORT]}"
-    node = Node(f"{data.split} prompts", _stage_leaves(data.prompts, run))
-    node.below.append(Node(f"made from {rows}", _leaves(f"row 12, counted from 0, is the prompt {data.split}-0000012")))
+    node = Node(f"{data.split} {' and '.join(data.prompts.outputs)}", _stage_leaves(data.prompts, run))
+    node.below.append(Node(f"made from {rows}", _leaves(f"row 12, counted from 0, is {data.split}-0000012")))
     return node
 
 

@@ -62,7 +62,7 @@ def find_subject(asked: str, *, root: str | None = None, tracking_uri: str | Non
     digest of its bytes, among the exports below `root`.
     """
     place = asked.rstrip("/")
-    if place.startswith("models:/"):
+    if place.startswith("models:"):
         return _of_model(place, tracking_uri)
     is_folder = not place.startswith("s3://") and Path(place, "config.json").is_file()
     if match := _EXPORT.fullmatch(place):

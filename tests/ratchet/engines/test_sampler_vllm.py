@@ -17,7 +17,7 @@ from ratchet.engines.model import WeightLayout, decode
 from ratchet.engines.sampler import Completion, SampleRequest, SamplingParams
 from ratchet.engines.sampler_hf import HFSampler
 from ratchet.engines.sampler_vllm import VLLMSampler, _decode_all
-from ratchet.engines.vllm_engine import _kv_bytes, _model_runner_chosen, graph_settings
+from ratchet.engines.vllm_engine import _model_runner_chosen, graph_settings, kv_bytes
 from ratchet.errors import ConfigError, EngineError
 from tests.tiny_models import make_tiny_model, tiny_tokenizer
 
@@ -93,9 +93,9 @@ def test_a_tokenizer_with_its_own_decoding_keeps_it() -> None:
 
 def test_the_cache_of_a_token_is_its_keys_and_values_in_every_layer() -> None:
     grouped = LlamaConfig(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
-    assert _kv_bytes(grouped, "bfloat16") == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes(grouped, "bfloat16") == 2 * 30 * 3 * 64 * 2
     wide = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, head_dim=32)
-    assert _kv_bytes(wide, "float32") == 2 * 2 * 4 * 32 * 4
+    assert kv_bytes(wide, "float32") == 2 * 2 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize(

@@ -161,17 +161,17 @@ def test_a_recovery_and_a_later_submission_are_told(run: Run, config: RunConfig)
     with open_session(resumed, longer) as session:
         loop.train(session)
     update = resumed.require(POLICY_UPDATE, 3)
-    commit(resumed, "recovery", 3, {"r": b"1"}, [update], device="cuda", gpu_seconds=7.5)
+    commit(resumed, "recovery", 3, {"r": b"1"}, [update], device="NVIDIA H200", gpu_seconds=7.5)
     found = _audited(run.uri)
     assert found.faults == ()
     assert [one.stages for one in found.submissions] == [14, 7]
     assert [one.step for one in found.recoveries] == [3]
-    assert found.gpu_seconds["recovery"] == 7.5
+    assert found.cost.by_stage["recovery"].gpu_seconds == 7.5
     assert [one.step for one in found.exports] == [2, 3]
     assert (len(found.steps), len(_audited("math", run.root).steps)) == (3, 2)
     lines = tree_lines(found)
     assert "|  |  |- steps 1 to 2: 8 rollouts, mean reward 0 to 0" in lines
-    assert any("step 3, recovery: submission 2, code r, cuda" in line for line in lines)
+    assert any("step 3, recovery: submission 2, code r, NVIDIA H200" in line for line in lines)
     assert any(line.endswith("8 GPU-seconds") for line in lines)
 
 
@@ -212,3 +212,24 @@ def test_a_run_that_has_just_begun_has_a_lineage_too(config: RunConfig, tmp_path
     assert tree_lines(found)[-1].startswith("`- every manifest")
     with pytest.raises(NotCommittedError, match="nobody has claimed it"):
         find_subject(f"{tmp_path}/none")
+
+
+def test_a_hybrid_run_names_the_examples_that_it_imitated(tmp_path: Path, tiny_model: Path) -> None:
+    examples = tmp_path / "sft.jsonl"
+    examples.write_text('{"prompt": "Say 1.", "response": "It is 1."}\n' * 3, encoding="utf-8")
+    config = tiny_config(
+        tiny_model,
+        write_problems(tmp_path / "problems.jsonl", 2),
+        **{
+            "algorithm.objective": "hybrid",
+            "algorithm.hybrid.sft_files": str(examples),
+            "data.max_response_length": 12,
+            "trainer.total_training_steps": 1,
+        },
+    )
+    found = _audited(train_tiny(tmp_path, "run", config).uri)
+    assert [(data.split, data.source) for data in found.data] == [
+        ("train", config.data.train_files),
+        ("sft", str(examples)),
+    ]
+    assert any("sft examples" in line for line in tree_lines(found))

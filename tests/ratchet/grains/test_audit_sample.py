@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ratchet.data import schemas
-from ratchet.errors import ConfigError, NotCommittedError
+from ratchet.errors import ConfigError, DamagedError, NotCommittedError
 from ratchet.grains import loop
 from ratchet.grains.audit import Sample, find_sample
 from ratchet.grains.audit.sample_screen import sample_lines
@@ -122,6 +123,34 @@ def test_the_text_has_a_line_for_each_token(run: Run) -> None:
         assert (fields[0], fields[-1]) == (str(token), "yes")
         assert fields[-6:-1] == [f"{log_prob:.4f}"] * 2 + ["-0.5773"] * 2 + ["0.0000"]
     assert any(line.startswith("fed the update to policy version 1, ") for line in lines)
+
+
+def test_a_completion_that_was_not_graded_says_why_and_is_in_no_group(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from ratchet.errors import EngineError\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        f"    if solution_str == {CUT.text!r}:\n"
+        "        raise EngineError('the judge is down')\n"
+        "    return float(solution_str == '#### 1')\n"
+    )
+    own = {"custom_reward_function.path": str(tmp_path / "mine.py"), "reward_model.on_failure": "exclude"}
+    problems = write_problems(tmp_path / "problems.jsonl", 1)
+    config = one_step_config(tiny_model, problems, **own, **{"actor_rollout_ref.rollout.n": 3})
+    with prepared(tmp_path, config, RIGHT, CUT, WRONG) as session:
+        loop.run_step(session, 1)
+        lines = list(sample_lines(find_sample(session.store_run, 1, f"{GROUP}/1")))
+    assert "reward none: no answer was read, ground truth '1'" in lines
+    assert f"  error: custom: rollout {GROUP}, sample 1: the judge is down" in lines
+    assert "left out of its group, whose rewards are 1, none, 0" in lines
+
+
+@pytest.mark.parametrize("place", ["step-000001/rollout", "data/train"])
+def test_what_a_step_was_not_made_from_is_no_source(run: Run, tmp_path: Path, place: str) -> None:
+    shutil.copytree(run.uri, tmp_path / "run")
+    path = tmp_path / "run" / place / "manifest.json"
+    path.write_text(path.read_text().replace('"epoch":1', '"epoch":7'))
+    with pytest.raises(DamagedError, match=rf"{place}/manifest.json: expected sha256 .*; found sha256"):
+        find_sample(Run(str(tmp_path), "run"), 1, GROUP)
 
 
 def test_terminal_commands_in_a_completion_do_nothing(run: Run) -> None:

@@ -12,7 +12,9 @@ from ratchet.algorithms.statistics import wilson_interval
 from ratchet.data import schemas
 from ratchet.errors import ConfigError
 from ratchet.grains import loop
+from ratchet.stages.base_models import model_digest
 from ratchet.stages.evaluate import accuracy_metrics
+from ratchet.stages.mlmodel import mlmodel
 from ratchet.store.artifacts import read_folder
 from ratchet.store.run import POLICY_UPDATE
 from tests.runs import (
@@ -105,3 +107,27 @@ def test_an_export_loads_in_plain_transformers_and_is_the_policy(
     assert manifest.provenance.metrics["export/max_log_prob_difference"] < 1e-3
     assert AutoTokenizer.from_pretrained(tmp_path / "export", local_files_only=True).chat_template
     assert (tmp_path / "export" / "generation_config.json").is_file()
+    # A run that starts from it copies the model's files, and is known by their digest.
+    assert model_digest(str(tmp_path / "export")) == manifest.output("export").digest
+    assert manifest.output("mlmodel").folder == manifest.output("export").folder
+
+
+@pytest.mark.parametrize(
+    ("is_classifier", "outputs"),
+    [
+        (False, "['choices': Array({finish_reason: string (required), index: long (required), message: {content: "),
+        (True, "['score': double (required)]"),
+    ],
+)
+def test_mlflow_reads_what_an_export_takes_and_gives(tmp_path: Path, is_classifier: bool, outputs: str) -> None:
+    from mlflow.models import Model
+    from mlflow.types.llm import ChatMessage
+
+    for name, data in mlmodel(is_classifier=is_classifier).items():
+        (tmp_path / name).write_bytes(data)
+    signature = Model.load(str(tmp_path)).signature
+    assert signature is not None
+    assert str(signature.outputs).startswith(outputs)
+    message = signature.inputs.input_dict()["messages"].type.dtype
+    assert {field.name for field in message.properties} <= ChatMessage(role="user", content="x").to_dict().keys()
+    assert all(field.required for field in message.properties)

@@ -97,6 +97,11 @@ def test_steps_after_the_last_trainer_state_are_replayed_from_committed_rollouts
     assert "the committed one, bit for bit" in caplog.text
     assert content_digests(run) == uninterrupted
     assert all(run.manifest(RECOVERY, step) is None for step in range(STEPS + 1))
+    replayed = {step: run.require(POLICY_UPDATE, step).metrics.get("timing_s/replay") for step in range(STEPS + 1)}
+    seconds = replayed.pop(5)
+    assert seconds is not None
+    assert 0 < seconds < run.require(POLICY_UPDATE, 5).seconds
+    assert set(replayed.values()) == {None}
 
 
 def test_trainer_states_that_are_all_gone_cost_a_replay_from_the_base(

@@ -274,7 +274,7 @@ def test_a_param_written_by_another_process_in_between_takes_no_other_with_it(
     tracker = open_tracker(database, params={"seed": 1})
     tracker.catch_up()
     assert tracker.run_id is not None
-    log_params(client_of(database), TrackedRun(tracker.run_id, {}, {}), {"a": 1, "seed": 2, "z": 3})
+    log_params(client_of(database), TrackedRun(tracker.run_id, {}, {}, frozenset()), {"a": 1, "seed": 2, "z": 3})
     assert client_of(database).get_run(tracker.run_id).data.params == {"a": "1", "seed": "1", "z": "3"}
 
 
@@ -287,8 +287,8 @@ def test_artifacts_that_cannot_be_written_cost_one_warning_a_run(
         tracker = open_tracker(database, experiment="unwritable")
         for manifest in chain.manifests or chain.step(1):
             tracker.log(manifest)
-    assert [record.message[:24] for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "no config.yaml in MLflow"
+    assert [record.message[:25] for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "MLflow's artifact storage"
     ]
     assert steps(database, tracker.run_id) == [1]
 
@@ -304,7 +304,7 @@ def test_the_prompts_are_logged_as_a_data_set_by_digest(chain, open_tracker: Ope
     assert (data.dataset.name, data.dataset.digest) == ("data/train", digest[:36])
     assert json.loads(data.dataset.source) == {"uri": f"{chain.run.uri}/{manifest.output('prompts').folder}"}
     assert json.loads(data.dataset.profile)["num_rows"] == 2
-    assert {tag.key: tag.value for tag in data.tags} == {"mlflow.data.context": "train", "ratchet.sha256": digest}
+    assert {tag.key: tag.value for tag in data.tags} == {"mlflow.data.context": "training", "ratchet.sha256": digest}
     assert points(database, tracker.run_id, "data/num_duplicates") == [(0, 2.0, int(manifest.provenance.ended * 1000))]
 
 
@@ -326,17 +326,17 @@ def test_real_names_all_arrive_and_what_is_not_finite_is_not_sent(
     stored = client_of(database).get_run(tracker.run_id).data.metrics
     assert sorted(stored.values()) == [float(index) for index in range(len(names))]
     assert stored["val-core/openai/gsm8k/reward/mean_at_1"] == 1.0
-    renamed = [record.message for record in caplog.records if "is named" in record.message]
-    assert len(renamed) == len(set(renamed)) == 8
+    tags = client_of(database).get_run(tracker.run_id).data.tags
+    assert len(json.loads(tags["ratchet.metric_names"])) == 8
 
 
 def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
     chain, open_tracker: Open, database: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ratchet.tracking import mlflow_tracker
+    from ratchet.tracking import metric_names
 
     # As if MLflow grew stricter than the rewriting knows.
-    monkeypatch.setattr(mlflow_tracker, "mlflow_names", lambda names, known: {name: name for name in names})
+    monkeypatch.setattr(metric_names, "mlflow_names", lambda names, known: {name: name for name in names})
     tracker = open_tracker(database)
     tracker.log(chain.commit("reward", 1, {"a": 1.0, "b=c": 2.0, "d": 3.0}))
     tracker.log(chain.commit("policy_update", 1, {"e": 4.0}))
@@ -482,3 +482,35 @@ def test_a_user_s_own_settings_of_the_client_stay(chain, open_tracker: Open, mon
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "99"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "false"
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+
+
+def test_the_stages_of_quick_steps_arrive_in_one_request(
+    chain, open_tracker: Open, make_gateway, server_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = make_gateway(server_uri)
+    tracker = open_tracker(gateway.uri)
+    tracker.catch_up()
+    paths: list[str] = []
+    gateway.before = lambda method, path, body: paths.append(path)
+
+    def requests(manifests: list[Any]) -> int:
+        paths.clear()
+        for manifest in manifests:
+            tracker.log(manifest)
+        return len([path for path in paths if path.endswith("/log-batch")])
+
+    assert requests(chain.step(1)) == 3, "how long steps take shows after two of them"
+    assert requests(chain.step(2)) == 3
+    assert requests(chain.step(3)) == 1
+    evaluate = chain.commit("evaluate", 3, {"val-core/gsm8k/acc": 0.5})
+    assert requests([evaluate]) == 0
+    assert requests(chain.step(4)) == 1
+    assert steps(server_uri, tracker.run_id, "val-core/gsm8k/acc") == [3]
+    rollout = chain.commit("rollout", 5, {"response_length/mean": 15.0})
+    assert requests([rollout]) == 0
+    tracker.close()
+    assert steps(server_uri, tracker.run_id, "response_length/mean") == [1, 2, 3, 4, 5]
+    from ratchet.tracking import mlflow_tracker
+
+    monkeypatch.setattr(mlflow_tracker, "_QUICK", 0.0)
+    assert requests(chain.step(6)) == 3, "a long step is seen while it runs"

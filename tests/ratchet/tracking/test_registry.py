@@ -1,6 +1,7 @@
 """The mirror of decisions against MLflow itself: a server over HTTP, its SQLite database, and a gateway that fails."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,11 +75,15 @@ def test_every_policy_that_was_decided_on_is_a_version_and_the_aliases_say_who_s
     assert version.tags == {
         "ratchet.decision": "3",
         "ratchet.verdict": "refused",
-        "ratchet.run": refused.run,
+        "ratchet.root": refused.run,
         "ratchet.step": "50",
         "ratchet.export_digest": refused.export.digest,
         "ratchet.base_model": "some/model",
         "ratchet.base_model_digest": "b" * 64,
+        "ratchet.data": "train.jsonl",
+        "ratchet.data_digest": "7" * 64,
+        "ratchet.config_digest": "c" * 64,
+        "ratchet.decided_by": "a test",
         "ratchet.accuracy": "0.5",
         "ratchet.improvement": "0.25",
         "ratchet.compared_with": "2",
@@ -196,8 +201,8 @@ def test_an_outage_in_the_middle_leaves_nothing_that_is_not_repaired(
     gateway = make_gateway(server_uri)
     create = registry._create_version
 
-    def cut(client: Any, found: Decision) -> bool:
-        created = create(client, found)
+    def cut(*arguments: Any) -> bool:
+        created = create(*arguments)
         gateway.mode = "drop"
         return created
 
@@ -276,6 +281,32 @@ def test_a_promotion_stands_while_mlflow_is_down_and_is_there_after_the_next_one
     assert mirrored(server_uri, "outage") == (["1", "2"], {"challenger": "2", "champion": "2"})
     promotion.rollback(root, "outage")
     assert mirrored(server_uri, "outage") == (["1", "2"], {"challenger": "2", "champion": "1"})
+
+
+def test_a_version_names_the_manifest_that_proves_its_export(root: str, name: str, database: str) -> None:
+    run, _ = finished_run(root, "night-1", [1.0])
+    manifest = run.require("checkpoint_export", 1)
+    export = manifest.output("export")
+    mine = decision(1, step=1, run=run.uri, export=champions.Export(uri=f"{run.uri}/export", digest=export.digest))
+    # Of another export than the one that is there, nothing is known but what the decision says.
+    other = dataclasses.replace(mine, number=2, targets=2, export=dataclasses.replace(mine.export, digest="0" * 64))
+    decide(root, mine, other, name=name)
+    assert registry.sync(root, name, tracking_uri=database) is True
+    found = client_of(database).search_model_versions(f"name = '{name}'")
+    digests = {version.tags["ratchet.decision"]: version.tags.get("ratchet.manifest") for version in found}
+    stored = run.store.get(layout.manifest("checkpoint_export", 1))
+    assert digests == {"1": hashlib.sha256(stored).hexdigest(), "2": None}
+
+
+def test_a_damaged_manifest_costs_a_version_its_digest_alone(
+    root: str, name: str, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = finished_run(root, "night-1", [1.0])
+    run.store.put(layout.manifest("checkpoint_export", 1), b"{}")
+    decide(root, decision(1, step=1, run=run.uri), name=name)
+    assert registry.sync(root, name, tracking_uri=database) is True
+    assert "goes without its digest" in caplog.text
+    assert mirrored(database, name) == (["1"], {"challenger": "1", "champion": "1"})
 
 
 def test_storage_that_cannot_be_read_is_no_outage_of_mlflow(root: str, name: str, server_uri: str) -> None:

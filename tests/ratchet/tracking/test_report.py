@@ -16,11 +16,9 @@ from ratchet.store.manifest import Artifact, FileEntry
 from ratchet.store.run import Run
 from ratchet.store.status import TaskStatus, write_status
 from ratchet.tracking import report_charts, report_data
-from ratchet.tracking.mlflow_tracker import MLflowTracker
 from ratchet.tracking.report import Report, html, markdown, read_report
-from ratchet.tracking.report_completions import steps_to_read
+from ratchet.tracking.report_completions import evenly
 from ratchet.tracking.report_events import changed_keys
-from ratchet.tracking.trackers import Trackers
 from tests.promotion import decision
 from tests.ratchet.tracking import report_runs
 from tests.ratchet.tracking.report_runs import BEGAN, HOSTILE, learning_run
@@ -59,7 +57,7 @@ def test_a_long_run_is_drawn_by_means_of_several_steps(monkeypatch: pytest.Monke
         for one, value in zip(report.steps, (1.0, 3.0, 8.0), strict=False)
     ]
     three[1] = dataclasses.replace(three[1], metrics={"a": 3.0, "b": 5.0})
-    found = report_data.numbers(three)
+    found = report_data.numbers(three, {})
     assert (found.stride, found.steps.tolist()) == (2, [1, 2])
     assert found.series["a"].tolist() == [2.0, 8.0]
     assert found.series["b"][0] == 5.0, "the mean of what is there"
@@ -73,9 +71,9 @@ def test_a_smoothed_curve_is_the_mean_of_what_is_there_around_each_point() -> No
 
 
 def test_a_few_steps_stand_for_all_and_the_ends_are_among_them() -> None:
-    assert steps_to_read(range(1, 1001), 6) == [1, 201, 401, 600, 800, 1000]
-    assert steps_to_read([4, 7]) == [4, 7]
-    assert steps_to_read([]) == []
+    assert evenly(range(1, 1001), 6) == [1, 201, 401, 600, 800, 1000]
+    assert evenly([4, 7], 6) == [4, 7]
+    assert evenly([], 6) == []
 
 
 def test_the_best_the_worst_and_the_unread_are_of_different_prompts_of_the_last_step(report: Report) -> None:
@@ -249,19 +247,17 @@ def test_the_command_writes_the_page_of_a_run_and_of_some_steps(run: Run, tmp_pa
             CliRunner().invoke(app, ["report", run.uri, "--to", str(place), "--steps", wrong], catch_exceptions=False)
 
 
-@pytest.mark.slow
-def test_mlflow_keeps_a_file_in_place_of_one_of_its_name(run: Run, database: str, tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
-    tracker = MLflowTracker(run, experiment="pages", run_name="r", params={}, tracking_uri=database)
-    trackers, page = Trackers([tracker]), tmp_path / "run.html"
-    assert trackers.keeps_files
-    assert not Trackers([]).keeps_files
-    for text in ("first", "second"):
-        page.write_text(text)
-        trackers.keep_file(page, "reports")
-    assert tracker.run_id is not None
-    client = MlflowClient(tracking_uri=database)
-    assert [one.path for one in client.list_artifacts(tracker.run_id, "reports")] == ["reports/run.html"]
-    got = client.download_artifacts(tracker.run_id, "reports/run.html", str(tmp_path))
-    assert Path(got).read_text() == "second"
+def test_a_run_that_learns_from_examples_has_its_losses_and_no_completions(tmp_path: Path) -> None:
+    run = report_runs.new_run(str(tmp_path))
+    examples = {"examples": Artifact(folder="data/train/0001-aa/examples", files=(), rows=8)}
+    report_runs.put(run, "preprocess/train", None, metrics={}, artifacts=examples)
+    for step in (0, 1):
+        table = {"evaluations_offline": Artifact(folder="e", files=(), rows=3)}
+        report_runs.put(run, "evaluate", step, metrics={"val-core/sft/loss": 2.0 - step}, artifacts=table)
+    report_runs.put(run, "policy_update", 1, metrics={"actor/loss": 1.5}, artifacts={})
+    found = read_report(run)
+    assert found.examples.steps == []
+    assert dict(found.facts)["Training examples"].startswith("8, ")
+    page = html(found)
+    assert "<h3>Held-out loss</h3>" in page
+    assert "<h3>Policy loss</h3>" in page
