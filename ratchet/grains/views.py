@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ratchet.config import RunConfig
-from ratchet.store.run import Run
+from ratchet.store.run import POLICY_UPDATE, Run
 from ratchet.tracking.mlflow_artifacts import Exhibit
 from ratchet.tracking.mlflow_tables import CompletionTables
 from ratchet.tracking.mlflow_tracker import MLflowTracker
@@ -54,6 +54,8 @@ def sync(run: Run, config: RunConfig, *, is_finished: bool, tracking_uri: str | 
         tracking_uri=tracking_uri,
         # Somebody asks for it: a storage that failed a minute ago is tried again.
         pauses=Pauses(artifacts=0.0),
+        tags=_code(run),
+        is_session=False,
     )
     count = tracker.catch_up()
     if is_finished:
@@ -64,6 +66,11 @@ def sync(run: Run, config: RunConfig, *, is_finished: bool, tracking_uri: str | 
     return Synced(
         tracking_uri=tracker.tracking_uri, run_id=tracker.run_id, num_stages=count, missing=tracker.missing_artifacts
     )
+
+
+def _code(run: Run) -> dict[str, str]:
+    newest = run.manifest(POLICY_UPDATE, run.last_step())
+    return {} if newest is None else {"ratchet.revision": newest.provenance.code_revision}
 
 
 def _exhibits(config: RunConfig) -> list[Exhibit]:

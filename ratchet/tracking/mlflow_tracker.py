@@ -63,11 +63,13 @@ class MLflowTracker:
         pauses: Pauses | None = None,
         exhibits: Sequence[Exhibit] = (),
         system_metrics: bool = False,
+        is_session: bool = True,
     ) -> None:
         """`params` is the whole configuration, nested; `tracking_uri` is by default MLFLOW_TRACKING_URI, or SQLite.
 
         `exhibits` are what MLflow keeps of single manifests beside their metrics. `system_metrics` says whether the
-        machine is measured, too, from the first connection until `finish` or `close`.
+        machine is measured, too, from the first connection until `finish` or `close`. Whoever only brings what is
+        missing is no session of the run: the code that it runs is not the run's.
         """
         set_client_defaults()
         self.tracking_uri = tracking_uri or default_tracking_uri()
@@ -75,12 +77,8 @@ class MLflowTracker:
         self._experiment = experiment
         self._run_name = run_name
         self._params = params
-        self._tags = {
-            **(tags or {}),
-            "ratchet.run_id": run.run_id,
-            "ratchet.version": ratchet.__version__,
-            "ratchet.revision": code_revision(),
-        }
+        code = {"ratchet.version": ratchet.__version__, "ratchet.revision": code_revision()} if is_session else {}
+        self._tags = {**(tags or {}), "ratchet.run_id": run.run_id, **code}
         pauses = pauses or Pauses()
         self._rest = Rest(pauses)
         self._artifacts = Artifacts(run, params, exhibits, wait=pauses.artifacts)

@@ -89,6 +89,8 @@ def _priced(cost: Cost, config: RunConfig, accelerator: str, prices: Mapping[str
     if price is None:
         missing = f"money is not known: {accelerator} has no price; set trainer.prices, or give --price"
         notes = [*notes, missing]
+    if config.trainer.grain == "stage" and count > 1:
+        notes = [*notes, f"accelerator-hours and money are upper bounds: as if every stage held all {count}"]
     return replace(
         cost,
         accelerator_seconds=seconds * count,

@@ -31,6 +31,8 @@ def test_a_run_whose_mlflow_was_down_from_first_to_last_is_brought_to_it_whole(
     problems = write_problems(tmp_path / "problems.jsonl")
     values = {"trainer.logger": ["mlflow"], "trainer.total_training_steps": 2, "trainer.grain": "segment"}
     run = train_tiny(tmp_path, "run", tiny_config(tiny_model, problems, **values))
+    # Whoever brings it there later has other code than whoever trained.
+    monkeypatch.setenv("RATCHET_REVISION", "of-the-auditor")
     refused = ratchet("sync", tmp_path / "run")
     assert refused.code == 1
     assert refused.out == ""
@@ -45,6 +47,7 @@ def test_a_run_whose_mlflow_was_down_from_first_to_last_is_brought_to_it_whole(
     client = MlflowClient(tracking_uri=uri)
     (found,) = client.search_runs([client.get_experiment_by_name("ratchet").experiment_id])
     assert (found.info.status, found.data.tags["ratchet.root"]) == ("FINISHED", Run(str(tmp_path), "run").uri)
+    assert found.data.tags["ratchet.revision"] == run.require("policy_update", 2).provenance.code_revision
     points = client.get_metric_history(found.info.run_id, "critic/score/mean")
     graded = [run.require("reward", step) for step in (1, 2)]
     assert [(p.step, p.value, p.timestamp) for p in points] == [
