@@ -210,5 +210,5 @@ def _pod(run_id: str, task: str) -> Iterator[None]:
     name = f"ratchet-{run_id}-{task}"
     variables = {"RATCHET_POD_NAME": name, "RATCHET_REVISION": REVISION, "RATCHET_IMAGE": IMAGE}
     variables["KF_PIPELINES_UI_ENDPOINT"] = "https://kubeflow.example.org/pipeline"
-    with mock.patch.dict(os.environ, variables), mock.patch.object(socket, "gethostname", lambda: name):
+    with mock.patch.dict(os.environ, variables), mock.patch.object(socket, "gethostname", return_value=name):
         yield

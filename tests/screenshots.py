@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,14 +29,14 @@ REPORTS = {"desktop": (1280, 1300), "phone": (390, 1100)}
 def main(folder: Path) -> None:
     """Tell the story, run the page's commands and take every picture."""
     with TemporaryDirectory() as scratch, _servers(Path(scratch)) as uri:
-        audit_story.tell(Path(scratch))
-        for command, _ in commands(PAGE):
-            print(f"$ {command}\n{_said(command, Path(scratch))}", flush=True)
-        report = next(Path(scratch).glob("*.html"))
-        with open_page() as tab:
-            _reports(tab, report, folder)
+        audit_story.tell(Path(scratch), during_the_second=_outage)
         with open_page() as tab:
             _mlflow(tab, uri, folder)
+        for command, _ in commands(PAGE):
+            sys.stdout.write(f"$ {command}\n{_said(command, Path(scratch))}\n")
+        [report] = Path(scratch).glob("*.html")
+        with open_page() as tab:
+            _reports(tab, report, folder)
 
 
 @contextmanager
@@ -48,6 +48,13 @@ def _servers(folder: Path) -> Iterator[str]:
         with mlflow_server(folder / "mlflow") as mlflow:
             os.environ.update(mlflow.env())
             yield mlflow.uri
+
+
+def _outage() -> Callable[[], None]:
+    """Name an MLflow that does not answer, until the returned function is called."""
+    name = "MLFLOW_TRACKING_URI"
+    before, os.environ[name] = os.environ[name], "http://127.0.0.1:9"
+    return lambda: os.environ.update({name: before})
 
 
 def _said(command: str, folder: Path) -> str:
@@ -147,7 +154,6 @@ def _take(tab: Page, path: Path) -> None:
         few = image.convert("RGB").quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
     assert path.stat().st_size < MAX_BYTES, (path, path.stat().st_size)
-    print(f"{path}: {path.stat().st_size // 1000} KB", file=sys.stderr)
 
 
 if __name__ == "__main__":
