@@ -17,7 +17,7 @@ from ratchet.errors import ConfigError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.stages.evaluate import Evaluate
 from ratchet.stages.example_rows import examples_of, pair_rows, pair_sides, sft_rows
-from ratchet.stages.settings import offline_settings
+from ratchet.stages.settings import offline_settings, total_steps
 from ratchet.store.run import POLICY_UPDATE, Run
 
 TABLE = "evaluations_offline"
@@ -76,7 +76,7 @@ def _measure(context: Context, examples: pa.Table) -> list[dict[str, float]]:
     reference: Sequence[Any] | None = None
     if config.reference_is_needed:
         reference = residents.scorer("reference", context.inputs["reference"]).log_probs(*sides)
-    settings = offline_settings(context.run, config)
+    settings = offline_settings(config, total_steps(context.run, config))
     assert isinstance(settings, DPOSettings)
     log_probs = residents.scorer("policy", policy).log_probs(*sides)
     return dpo_outcomes(pair_rows(examples, reference), log_probs, settings)

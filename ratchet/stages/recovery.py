@@ -16,6 +16,7 @@ from ratchet.stages.base import Input, describe_attempt
 from ratchet.stages.held import accelerators
 from ratchet.stages.publishing import digest_of_weights
 from ratchet.stages.residents import Residents
+from ratchet.stages.settings import total_steps
 from ratchet.store import artifacts
 from ratchet.store.manifest import Content, Manifest, digest_of
 from ratchet.store.objects import ObjectNotFoundError
@@ -36,7 +37,8 @@ class Learner:
     """That publishes its versions."""
     open: Callable[..., Any]
     """Makes its trainer at version 0: (model folder, settings, world_size=, device=, mesh=)."""
-    settings: Callable[[Run, RunConfig], Any]
+    settings: Callable[[RunConfig, int], Any]
+    """What its trainer is told in a run of so many steps."""
     dtype: Callable[[RunConfig], str]
     """Of the weights that it publishes."""
     update: Callable[[Any, Run, RunConfig, int], dict[str, float]]
@@ -64,7 +66,7 @@ def _open(residents: Residents, learner: Learner) -> Any:
         raise ConfigError(f"trainer.nnodes is {config.nnodes}: this version trains on one node")
     return learner.open(
         residents.base_folder(learner.role),
-        learner.settings(residents.run, residents.config),
+        learner.settings(residents.config, total_steps(residents.run, residents.config)),
         world_size=config.n_gpus_per_node * config.nnodes,
         device=residents.torch_device(),
         mesh=residents.mesh,

@@ -119,15 +119,15 @@ def value_scorer_settings(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
-def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
-    """What the policy's trainer is told."""
+def trainer_settings(config: RunConfig, steps: int) -> "TrainerSettings":
+    """What the policy's trainer is told in a run of `steps`."""
     from ratchet.algorithms.batch import LossOptions
     from ratchet.engines.trainer import TrainerSettings
 
     actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
     hybrid, is_hybrid = config.algorithm.hybrid, config.algorithm.objective == "hybrid"
     return TrainerSettings(
-        **_policy_settings(run, config),
+        **_policy_settings(config, steps),
         sft_weight=hybrid.mix_ratio if is_hybrid else 0.0,
         sft_scale=hybrid.sft_lr / actor.optim.lr if is_hybrid and hybrid.sft_lr is not None else 1.0,
         importance_threshold=_importance_threshold(config),
@@ -153,10 +153,10 @@ def trainer_settings(run: Run, config: RunConfig) -> "TrainerSettings":
     )
 
 
-def offline_settings(run: Run, config: RunConfig) -> "TrainingSettings":
+def offline_settings(config: RunConfig, steps: int) -> "TrainingSettings":
     """What the trainer of an offline objective is told."""
     # One example a row, and the mean over tokens, or pairs, is the loss.
-    settings = _policy_settings(run, config) | {"loss_agg_mode": "token-mean"}
+    settings = _policy_settings(config, steps) | {"loss_agg_mode": "token-mean"}
     match config.algorithm.objective:
         case "sft":
             from ratchet.engines.sft_trainer import SFTSettings
@@ -179,13 +179,13 @@ def offline_settings(run: Run, config: RunConfig) -> "TrainingSettings":
     return RewardModelSettings(**settings)
 
 
-def critic_settings(run: Run, config: RunConfig) -> "CriticSettings":
+def critic_settings(config: RunConfig, steps: int) -> "CriticSettings":
     """What the critic's trainer is told."""
     from ratchet.engines.critic import CriticSettings
 
     critic = config.critic
     return CriticSettings(
-        **_update_settings(run, config, critic),
+        **_update_settings(config, critic, steps),
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         use_liger=critic.model.use_liger,
         cliprange_value=critic.cliprange_value,
@@ -201,12 +201,12 @@ def _importance_threshold(config: RunConfig) -> float | None:
     return threshold
 
 
-def _policy_settings(run: Run, config: RunConfig) -> dict[str, Any]:
+def _policy_settings(config: RunConfig, steps: int) -> dict[str, Any]:
     """What every trainer of a policy is told."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     targets = model.target_modules
     return {
-        **_update_settings(run, config, actor),
+        **_update_settings(config, actor, steps),
         "gradient_checkpointing": model.enable_gradient_checkpointing,
         "use_liger": model.use_liger,
         "use_torch_compile": actor.use_torch_compile,
@@ -216,9 +216,9 @@ def _policy_settings(run: Run, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _update_settings(run: Run, config: RunConfig, section: "ActorConfig | CriticConfig") -> dict[str, Any]:
+def _update_settings(config: RunConfig, section: "ActorConfig | CriticConfig", steps: int) -> dict[str, Any]:
     """What both trainers are told."""
-    optim, steps = section.optim, total_steps(run, config)
+    optim = section.optim
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
     mini_batch = section.ppo_mini_batch_size or config.data.train_batch_size
     return {

@@ -16,7 +16,7 @@ from ratchet.engines.training import TrainingSettings
 from ratchet.engines.vllm_engine import kv_bytes
 from ratchet.grains.plan.facts import Facts, Model
 from ratchet.grains.plan.memory import Batch, Device, Kind, Training, scoring, training
-from ratchet.stages.settings import sampler_settings
+from ratchet.stages.settings import critic_settings, offline_settings, sampler_settings, trainer_settings
 
 OUTSIDE_TORCH = round(1.8 * 2**30)
 """What a process has on a GPU beside torch's tensors: context, kernels, CUDA graphs (measured, docs/speed.md: what
@@ -65,9 +65,12 @@ def engines(
     config: RunConfig, facts: Facts, lengths: Sequence[tuple[int, int]], device: Device, total: int | None
 ) -> Engines:
     """Work them out for a step whose rows have `lengths` (prompt, completion); `total` bytes are an accelerator's."""
-    settings = {"policy": policy_settings(config)}
+    steps = facts.total_steps(config)
+    settings: dict[str, TrainingSettings] = {
+        "policy": offline_settings(config, steps) if config.is_offline else trainer_settings(config, steps)
+    }
     if config.critic_is_needed:
-        settings["critic"] = critic_settings(config)
+        settings["critic"] = critic_settings(config, steps)
     models = {"policy": facts.policy, "critic": facts.critic}
     trainers = {
         role: _trainer(config, role, models[role] or facts.policy, one, lengths, device)
@@ -102,44 +105,6 @@ def pods(config: RunConfig, facts: Facts, found: Engines, device: Device) -> lis
         resident = {f"{role}: weights": one.weights, f"{role}: Adam's moments": one.optimizer}
         listed.append(Pod(name=f"{role}_update", device=device, resident=resident, passing=_passing(role, one)))
     return listed
-
-
-def policy_settings(config: RunConfig) -> TrainingSettings:
-    """What of the policy's trainer decides its memory."""
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    targets = model.target_modules
-    return TrainingSettings(
-        lr=actor.optim.lr,
-        mini_batch_size=_mini_batch(config, actor.ppo_mini_batch_size),
-        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
-        micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
-        compute_dtype=actor.fsdp_config.dtype,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        use_liger=model.use_liger,
-        use_torch_compile=actor.use_torch_compile,
-        lora_rank=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        lora_target_modules=() if isinstance(targets, str) or not model.lora_rank else tuple(targets),
-    )
-
-
-def critic_settings(config: RunConfig) -> TrainingSettings:
-    """What of the critic's trainer decides its memory."""
-    critic = config.critic
-    return TrainingSettings(
-        lr=critic.optim.lr,
-        mini_batch_size=_mini_batch(config, critic.ppo_mini_batch_size),
-        max_tokens_per_micro_batch=critic.ppo_max_token_len_per_gpu,
-        micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
-        compute_dtype=critic.fsdp_config.dtype,
-        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-        use_liger=critic.model.use_liger,
-    )
-
-
-def _mini_batch(config: RunConfig, prompts: int | None) -> int:
-    group = 1 if config.is_offline else config.actor_rollout_ref.rollout.n
-    return (prompts or config.data.train_batch_size) * group
 
 
 def _trainer(

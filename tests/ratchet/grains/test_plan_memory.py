@@ -154,6 +154,7 @@ def test_a_segment_of_the_speed_benchmark() -> None:
             ROOT / "configs/speed.yaml",
             [
                 f"data.train_batch_size={prompts}",
+                "trainer.total_training_steps=10",
                 "data.max_prompt_length=256",
                 "data.max_response_length=256",
                 "actor_rollout_ref.rollout.n=8",

@@ -201,7 +201,7 @@ def test_the_version_that_samples_a_step_is_never_below_0(tiny_model: Path, prob
     assert [rollout_version(ahead, step) for step in (1, 2, 3)] == [0, 0, 1]
 
 
-def test_engines_are_told_what_the_config_says(tmp_path: Path, tiny_model: Path, problems: Path) -> None:
+def test_engines_are_told_what_the_config_says(tiny_model: Path, problems: Path) -> None:
     options = {
         **WEIGHED,
         "actor_rollout_ref.model.use_liger": False,
@@ -213,11 +213,11 @@ def test_engines_are_told_what_the_config_says(tmp_path: Path, tiny_model: Path,
         "actor_rollout_ref.rollout.free_cache_engine": True,
         "actor_rollout_ref.rollout.sleep_level": 1,
     }
-    config, run = one_step_config(tiny_model, problems, **options), Run(str(tmp_path), "run")
-    settings = trainer_settings(run, config)
+    config = one_step_config(tiny_model, problems, **options)
+    settings = trainer_settings(config, 1)
     assert (settings.lora_rank, settings.lora_alpha, settings.lora_target_modules) == (4, 8, ("q_proj",))
     assert (settings.use_liger, settings.use_torch_compile, settings.importance_threshold) == (False, True, 1.5)
     found = sampler_settings(config, "cpu")
     assert (found["free_cache_engine"], found["sleep_level"]) == (True, 1)
-    plain = trainer_settings(run, one_step_config(tiny_model, problems, **{BYPASS: False}, **WEIGHED))
+    plain = trainer_settings(one_step_config(tiny_model, problems, **{BYPASS: False}, **WEIGHED), 1)
     assert (plain.lora_rank, plain.lora_target_modules, plain.importance_threshold) == (0, (), None)
