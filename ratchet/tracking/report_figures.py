@@ -118,6 +118,9 @@ def _frame(chart: Chart, numbers: Numbers, steps: "Range1d") -> "figure":
         toolbar_inner=True,
         min_border=0,
         outline_line_color=None,
+        # From the first time that it is drawn: a canvas that was white once keeps an edge of it in the dark.
+        background_fill_color=None,
+        border_fill_color=None,
     )
     made.toolbar.logo = None
     made.toolbar.autohide = True

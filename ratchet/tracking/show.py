@@ -59,11 +59,11 @@ def _line(step: int, manifests: Sequence[Manifest], as_json: bool) -> Iterator[s
 
 
 def completion_lines(run: Run, step: int) -> Iterator[str]:
-    """Yield the best and the worst graded completion of a step."""
+    """Yield the best and the worst graded completion of a step, by the ids that `ratchet sample` takes."""
     graded = graded_completions(run, step)
     best, worst = max(graded, key=lambda row: row["reward"]), min(graded, key=lambda row: row["reward"])
     for title, row in (("best", best), ("worst", worst)):
-        place = f"{row['group_id']} sample {row['sample_index']}"
+        place = f"{row['group_id']}/{row['sample_index']}"
         yield f"{title}: {place}, reward {row['reward']:g}, answer {row['extracted']}"
         yield from (f"  {line}" for line in row["completion"].splitlines() or [""])
 
