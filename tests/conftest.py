@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import logging
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+from ratchet.algorithms.catalog import ADVANTAGES, POLICY_LOSSES
+from ratchet.rewards import registry
 
 if TYPE_CHECKING:
     from tests.warm import Warm
@@ -125,6 +129,17 @@ def use_s3_server(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def another_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a program sets for its process, the next test does not see: its log's level, and what it registers."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    for catalog in (ADVANTAGES, POLICY_LOSSES):
+        monkeypatch.setattr(catalog, "_entries", dict(catalog._entries))
+    level = logging.getLogger("ratchet").level
+    yield
+    logging.getLogger("ratchet").setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -299,10 +299,11 @@ def test_grading_takes_linear_time_whatever_the_completion(before: str) -> None:
     for piece in PIECES:
         text = before + piece * (100_000 // len(piece)) + " 1"
         for mode in ("default", "strict", "flexible") if not before else ("default",):
-            started = time.process_time()
+            started = time.thread_time()
             grade(text, "1", mode)  # type: ignore[arg-type]
-            # 100 kB take some tens of milliseconds; what is quadratic takes minutes.
-            assert time.process_time() - started < 1.0, (before, piece, mode)
+            # 100 kB take some milliseconds, and a second where Python collects all garbage of the process meanwhile;
+            # what is quadratic takes minutes.
+            assert time.thread_time() - started < 5.0, (before, piece, mode)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.rewards import registry
 from tests.runs import write_problems
 from tests.tiny_models import make_tiny_classifier
 
 QUESTIONS = ["How many?", "A baker sells 12 loaves in the morning and 30 in the afternoon. How many is that?"]
-
-
-@pytest.fixture(autouse=True)
-def no_registered_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test registers, no other test sees."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 import ratchet.config
 from ratchet.cli.local import train
 from ratchet.store.manifest import Manifest
+from ratchet.store.pending import PendingManifest
 from ratchet.store.run import POLICY_UPDATE, Run
 from tests.runs import attempts, tiny_config, write_problems
 
@@ -23,10 +24,11 @@ def test_a_signal_ends_training_after_the_commits_under_way(
     problems = write_problems(tmp_path / "problems.jsonl")
     config = tiny_config(tiny_model, problems, **{"trainer.total_training_steps": 4, "trainer.steps_per_segment": 4})
     monkeypatch.setattr(ratchet.config, "load_config", lambda *_: config)
-    commit, expect, is_step_2_made = Run.commit, Run.expect, threading.Event()
+    commit, settle, is_step_2_made = Run.commit, PendingManifest.settle, threading.Event()
 
-    def note(run: Run, pending: Any) -> None:
-        expect(run, pending)
+    def note(pending: PendingManifest, committed: Any) -> None:
+        # By now its commit waits with the writer.
+        settle(pending, committed)
         if (pending.stage, pending.step) == (POLICY_UPDATE, 2):
             is_step_2_made.set()
 
@@ -36,7 +38,7 @@ def test_a_signal_ends_training_after_the_commits_under_way(
             os.kill(os.getpid(), struck)
         return commit(run, manifest)
 
-    monkeypatch.setattr(Run, "expect", note)
+    monkeypatch.setattr(PendingManifest, "settle", note)
     monkeypatch.setattr(Run, "commit", strike)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit if struck == signal.SIGTERM else KeyboardInterrupt) as end:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ from ratchet.store.objects import open_store
 from ratchet.store.status import TaskStatus
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(autouse=True)
-def _level_of_the_log() -> Iterator[None]:
-    """A program sets the level of its log; the next test is another program."""
-    before = logging.getLogger("ratchet").level
-    yield
-    logging.getLogger("ratchet").setLevel(before)
 
 
 def _task(root: Path) -> StageTask:
