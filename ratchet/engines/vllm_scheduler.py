@@ -22,6 +22,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ratchet.engines.vllm_engine import LOG_PROBS
 
+_REFILL_SHARE = 8
+"""Waiting requests are let in when one in so many slots is free: one at a time, hardly any step would be short."""
+
 
 class _Lane:
     """A request whose output is wanted at its end only, with what a decode step needs of it."""
@@ -134,7 +137,8 @@ class DecodeScheduler(AsyncScheduler):
         num_running, num_waiting = self.get_request_counts()
         # vLLM 0.32 may run fewer than it has slots for.
         most_running = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
-        if num_running == 0 or (num_waiting and num_running < most_running):
+        num_free = most_running - num_running
+        if num_running == 0 or (num_waiting and num_free > 0 and num_free * _REFILL_SHARE >= most_running):
             return False
         if self._decoding is None:
             self._enter()

@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=3)
 
 
-def _scheduler(folder: Path, *, fast: bool, v2: bool, num_blocks: int, caching: bool) -> Any:
+def _scheduler(folder: Path, *, fast: bool, v2: bool, num_blocks: int, caching: bool, max_num_seqs: int = 8) -> Any:
     from ratchet.engines.vllm_engine import import_vllm
 
     import_vllm()
@@ -106,7 +106,8 @@ def _scheduler(folder: Path, *, fast: bool, v2: bool, num_blocks: int, caching: 
     from ratchet.engines.vllm_scheduler import DecodeScheduler
 
     args = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64,
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8 * max_num_seqs,
         max_model_len=MAX_LEN, block_size=BLOCK, enable_prefix_caching=caching, enforce_eager=True,
     )  # fmt: skip
     config = args.create_engine_config()
@@ -150,12 +151,13 @@ def _request(name: str, num_prompt_tokens: int, max_tokens: int, with_log_probs:
     )
 
 
-def _serve(scheduler: Any, requests: list[Any], *, in_flight: int) -> dict[str, _Result]:
-    """Play an engine that keeps up to `in_flight` steps under way; half of the requests come later."""
+def _serve(scheduler: Any, requests: list[Any], *, in_flight: int, at_once: bool = False) -> dict[str, _Result]:
+    """Play an engine that keeps up to `in_flight` steps under way; half of the requests come later, or none."""
     runner, queue, results = _Runner(), deque[Any](), {request.request_id: _Result() for request in requests}
     prompts = {request.request_id: request.num_prompt_tokens for request in requests}
-    late = deque(requests[len(requests) // 2 :])
-    for request in requests[: len(requests) // 2]:
+    num_first = len(requests) if at_once else len(requests) // 2
+    late = deque(requests[num_first:])
+    for request in requests[:num_first]:
         scheduler.add_request(request)
     for turn in range(5000):
         if late and turn % 12 == 11:
@@ -222,6 +224,25 @@ def test_results_are_those_of_the_parent(
         assert (other.reason, other.stop_reason) == (result.reason, result.stop_reason)
         assert len(result.log_probs) == (len(result.token_ids) if int(name) % 3 != 0 else 0)
     assert {result.reason for result in slow.values()} == {"stop", "length"}
+
+
+def test_most_steps_are_short_while_others_wait(folder: Path) -> None:
+    scheduler = _scheduler(folder, fast=True, v2=False, num_blocks=800, caching=False, max_num_seqs=64)
+    running: list[int] = []
+    schedule = scheduler.schedule
+
+    def count(*args: Any) -> Any:
+        step = schedule(*args)
+        if scheduler.get_request_counts()[1]:
+            running.append(len(scheduler.running))
+        return step
+
+    scheduler.schedule = count
+    # An eighth of the slots is eight: every eighth end lets eight in.
+    requests = [_request(str(name), 3, 20 + name % 41, False, False) for name in range(640)]
+    _serve(scheduler, requests, in_flight=2, at_once=True)
+    assert scheduler.num_short_steps > 0.75 * scheduler.current_step
+    assert sum(running) / len(running) > 0.9 * 64
 
 
 def test_blocks_of_prompts_are_offered_to_others_after_short_steps(folder: Path) -> None:
