@@ -18,7 +18,9 @@ from ratchet.store.manifest import Artifact, FileEntry, sha256_file
 from ratchet.store.objects import ObjectStore
 
 
-def write_bytes(store: ObjectStore, folder: str, files: Mapping[str, bytes], *, rows: int | None = None) -> Artifact:
+def write_bytes(
+    store: ObjectStore, folder: str, files: Mapping[str, bytes | memoryview], *, rows: int | None = None
+) -> Artifact:
     """Write small files below `folder` and describe them."""
     entries = []
     for path, data in sorted(files.items()):

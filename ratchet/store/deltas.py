@@ -12,7 +12,6 @@ Trap: a delta knows neither file. Applied to another file of the same length it 
 that whoever stores one must keep the digests of both (`ratchet.store.weights`).
 """
 
-import io
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,7 +37,7 @@ _ZSTD_LEVEL = 1
 """Levels 2 and 3 are slower, and on bf16 weights their deltas are no smaller."""
 
 
-def encode(base: Buffer, new: Buffer, *, item_bytes: int = 4, threads: int = 4) -> bytes:
+def encode(base: Buffer, new: Buffer, *, item_bytes: int = 4, threads: int = 4) -> bytearray:
     """Return what turns `base` into `new`; StoreError where their lengths differ.
 
     `item_bytes` is the size of the files' numbers or a multiple of it: 4 for float32, and as good as 2 for bf16. Any
@@ -50,17 +49,22 @@ def encode(base: Buffer, new: Buffer, *, item_bytes: int = 4, threads: int = 4) 
     first = _first_item(after, item_bytes)
     chunk_bytes = _CHUNK_BYTES // item_bytes * item_bytes
     chunks = _chunks(after.size, first, chunk_bytes)
-    delta = io.BytesIO()
-    delta.write(_HEADER.pack(_MAGIC, FORMAT, item_bytes, first, chunk_bytes, after.size))
     with ThreadPoolExecutor(threads) as pool:
         befores, afters = (before[chunk] for chunk in chunks), (after[chunk] for chunk in chunks)
-        for frame in pool.map(partial(_encode_chunk, item_bytes=item_bytes), befores, afters):
-            delta.write(_LENGTH.pack(len(frame)))
-            delta.write(frame)
-    return delta.getvalue()
+        frames = list(pool.map(partial(_encode_chunk, item_bytes=item_bytes), befores, afters))
+    delta = bytearray(_HEADER.size + sum(_LENGTH.size + len(frame) for frame in frames))
+    _HEADER.pack_into(delta, 0, _MAGIC, FORMAT, item_bytes, first, chunk_bytes, after.size)
+    place, target = _HEADER.size, np.frombuffer(delta, np.uint8)
+    for frame in frames:
+        _LENGTH.pack_into(delta, place, len(frame))
+        place += _LENGTH.size
+        # By numpy, which lets other threads run meanwhile: this is done beside a sampler that needs the interpreter.
+        target[place : place + len(frame)] = np.frombuffer(frame, np.uint8)
+        place += len(frame)
+    return delta
 
 
-def apply(base: bytearray | npt.NDArray[Any], delta: bytes, *, threads: int = 4) -> None:
+def apply(base: bytearray | npt.NDArray[Any], delta: bytes | bytearray, *, threads: int = 4) -> None:
     """Turn `base` into the newer file, in place.
 
     StoreError for a delta that is damaged or made for a file of another length; `base` is then of no use any more.
@@ -97,7 +101,7 @@ def _chunks(length: int, first: int, chunk_bytes: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
-def _frames(delta: bytes, num_chunks: int) -> list[memoryview]:
+def _frames(delta: bytes | bytearray, num_chunks: int) -> list[memoryview]:
     view, position, frames = memoryview(delta), _HEADER.size, []
     for _ in range(num_chunks):
         start = position + _LENGTH.size

@@ -78,7 +78,7 @@ def write_delta(
     stored: tuple[FileEntry, ...] = ()
     if new_entry != old:
         delta = deltas.encode(base_bytes, new_bytes)
-        stored = write_bytes(store, folder, {f"{path}{_SUFFIX}": delta}).files
+        stored = write_bytes(store, folder, {f"{path}{_SUFFIX}": memoryview(delta)}).files
     files[path] = new_entry
     return Artifact(
         folder=folder,
