@@ -32,6 +32,7 @@ OPERATIONAL = frozenset(
         "actor_rollout_ref.rollout.max_num_batched_tokens",
         "actor_rollout_ref.rollout.enable_chunked_prefill",
         "actor_rollout_ref.rollout.enforce_eager",
+        "actor_rollout_ref.rollout.use_torch_compile",
         "actor_rollout_ref.rollout.max_log_prob_drift",
         "actor_rollout_ref.rollout.free_cache_engine",
         "actor_rollout_ref.rollout.sleep_level",

@@ -103,7 +103,7 @@ FAMILIES: tuple[Rule, ...] = (
 UPDATES: tuple[Rule, ...] = (
     _only("sequences are always packed without padding", (True,), *_each((*_UPDATES, *_MODELS), "use_remove_padding")),
     _ignored(
-        "the policy's update compiles as actor.use_torch_compile says; nothing else does",
+        "the policy's update compiles as actor.use_torch_compile says, vLLM as rollout.use_torch_compile",
         *_each((_F, "critic", *_FSDP, *_MODELS), "use_torch_compile"),
     ),
     _ignored("use model.use_liger", *_each((*_UPDATES, *_FSDP), "use_liger")),

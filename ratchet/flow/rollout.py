@@ -42,6 +42,8 @@ class Rollout(Part):
     """Let vLLM give its memory back while the policy is trained."""
     sleep_level: int = sets(f"{_ROLLOUT}.sleep_level", default=2)
     """With free_cache_engine: 1 keeps vLLM's weights in the host's memory, 2 drops them."""
+    use_torch_compile: bool = sets(f"{_ROLLOUT}.use_torch_compile", default=False)
+    """Have vLLM compile the model's layers on a GPU: a later start, and somewhat faster decoding."""
 
 
 ENGINE_ONLY = (
@@ -51,6 +53,7 @@ ENGINE_ONLY = (
     "max_num_seqs",
     "enable_chunked_prefill",
     "enforce_eager",
+    "use_torch_compile",
     "free_cache_engine",
     "sleep_level",
 )

@@ -11,7 +11,7 @@ from ratchet.config import RunConfig
 from ratchet.errors import ConfigError, EngineError, StoreError, StoreUnavailableError
 from ratchet.stages.base import Context, Input, Result, Stage
 from ratchet.store.artifacts import scratch, write_folder
-from ratchet.store.manifest import digest_of, sha256_file
+from ratchet.store.manifest import digest_of, sha256_files
 from ratchet.store.run import CRITIC_UPDATE, POLICY_UPDATE, Run
 
 
@@ -34,7 +34,8 @@ class CopiedModel(Stage):
         self.check(folder)
         with scratch() as copy:
             self.write(context.config, folder, copy)
-            artifact = write_folder(context.store, f"{context.folder}/{self.role}", copy)
+            artifact = write_folder(context.store, f"{context.folder}/{self.role}", copy, is_given=True)
+            context.residents.keep_folder(self.role, artifact.digest, copy)
         return Result(outputs={self.role: artifact}, policy_version=0)
 
     @abstractmethod
@@ -121,7 +122,8 @@ def model_digest(path: str) -> str | None:
         raise
     except (EngineError, StoreError):
         return None
-    return digest_of({path.name: sha256_file(path) for path in _kept(folder)})
+    paths = _kept(folder)
+    return digest_of(dict(zip((path.name for path in paths), sha256_files(paths), strict=True)))
 
 
 def _kept(folder: Path) -> list[Path]:

@@ -259,6 +259,12 @@ class Residents:
         partial.replace(target)
         return target
 
+    def keep_folder(self, role: str, digest: str, folder: Path) -> None:
+        """Take the local folder of a model that was just stored, so that it need not be read back; `folder` is gone."""
+        target = self._cache() / f"{role}-{digest}"
+        if not target.exists():
+            shutil.move(folder, target)
+
     def base_folder(self, role: str = "policy") -> Path:
         """Return a local Hugging Face folder of version 0 of the policy or the critic."""
         stage = POLICY_UPDATE if role == "policy" else CRITIC_UPDATE

@@ -84,6 +84,7 @@ def sampler_settings(config: RunConfig, device: str) -> dict[str, Any]:
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enforce_eager": rollout.enforce_eager,
+        "use_torch_compile": rollout.use_torch_compile,
         "free_cache_engine": rollout.free_cache_engine,
         "sleep_level": rollout.sleep_level,
         "max_model_len": config.data.max_prompt_length + config.data.max_response_length,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ratchet.errors import DamagedError, StoreError
-from ratchet.store.manifest import Artifact, FileEntry, sha256_file
+from ratchet.store.manifest import Artifact, FileEntry, sha256_file, sha256_files
 from ratchet.store.objects import ObjectStore
 
 
@@ -46,8 +46,8 @@ def describe_folder(folder: str, source: Path) -> Artifact:
     """Describe the files below the local folder `source` as they would be stored below `folder`."""
     paths = sorted(path for path in source.rglob("*") if path.is_file())
     entries = [
-        FileEntry(path=path.relative_to(source).as_posix(), bytes=path.stat().st_size, sha256=sha256_file(path))
-        for path in paths
+        FileEntry(path=path.relative_to(source).as_posix(), bytes=path.stat().st_size, sha256=sha256)
+        for path, sha256 in zip(paths, sha256_files(paths), strict=True)
     ]
     return Artifact(folder=folder, files=tuple(sorted(entries, key=lambda entry: entry.path)))
 

@@ -7,7 +7,8 @@ computations (time, attempt, run, place) may enter `content`.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _BLOCK_BYTES = 16 * 2**20
+_HASHERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +235,12 @@ def canonical_json(value: Any) -> bytes:
 def digest_of(value: Any) -> str:
     """Return the sha256 of the value's canonical JSON."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_files(paths: Iterable[Path]) -> list[str]:
+    """Return the sha256 of each file's bytes, in order; several are read at the same time."""
+    with ThreadPoolExecutor(_HASHERS) as hashers:
+        return list(hashers.map(sha256_file, paths))
 
 
 def sha256_file(path: Path) -> str:

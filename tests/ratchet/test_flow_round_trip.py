@@ -54,6 +54,7 @@ VLLM = {
     "max_num_seqs": COUNT,
     "enable_chunked_prefill": st.booleans(),
     "enforce_eager": st.none() | st.booleans(),
+    "use_torch_compile": st.booleans(),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "log_probs_share": UNIT,
     "max_log_prob_drift": UNIT,

@@ -154,8 +154,11 @@ def _sleeper(level: int) -> Any:
 
 
 def test_graphs_are_captured_for_as_many_sequences_as_may_decode_together() -> None:
-    assert [graph_settings(count) for count in (1, 256, 512)] == [{}, {}, {}]
-    assert [graph_settings(count)["max_cudagraph_capture_size"] for count in (513, 528, 1024)] == [528, 528, 1024]
+    compiled = [graph_settings(count, use_torch_compile=True) for count in (1, 512, 513, 528, 1024)]
+    assert compiled == [{}, {}, *({"max_cudagraph_capture_size": size} for size in (528, 528, 1024))]
+    plain = graph_settings(1024, use_torch_compile=False)
+    assert plain.pop("compilation_config") == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert plain == {"max_cudagraph_capture_size": 1024}
 
 
 def test_weights_that_sleep_has_dropped_must_come_before_the_next_sample_and_the_cache_after_them() -> None:

@@ -56,6 +56,8 @@ def test_a_run_from_a_model_in_object_storage_is_the_run_from_the_same_model_her
     there = train_tiny(s3_root, "there", tiny_config(uri, problems, **values))
     assert content_digests(there) == content_digests(here)
     assert copied.count(f"{uri}/model.safetensors") == 1, "not once for each of those who ask"
+    stored = [place for place in copied if "/there/step-000000/" in place and place.endswith("model.safetensors")]
+    assert not stored, "what this process has just stored is not read back"
     # What that run exported is a model by its place.
     exported = there.require("checkpoint_export", 1)
     export = f"{there.uri}/{exported.output('export').folder}"
