@@ -127,6 +127,10 @@ def start_engine(
             engine_args["kv_cache_memory_bytes"] = min(math.ceil(1.02 * wanted) + (64 << 20), total // 2)
             # vLLM only checks at the start that this share is free, then takes the bytes asked for.
             gpu_memory_utilization = max(0.01, engine_args["kv_cache_memory_bytes"] / total)
+    if is_in_process() and tensor_parallel_size == 1:
+        # A class that does not import is vLLM's to refuse.
+        with contextlib.suppress(ImportError):
+            _inspect_here(vllm, config)
     if platform == "cuda" and not enforce_eager and _GRAPH_SETTINGS.isdisjoint(engine_args):
         engine_args |= graph_settings(max_num_seqs, use_torch_compile=use_torch_compile)
     try:
@@ -222,6 +226,19 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _inspect_here(vllm: Any, config: PreTrainedConfig) -> None:
+    """Have vLLM look at the model's class in this process.
+
+    By itself it starts another Python for that, to leave the GPU alone, which an engine in this process need not: 9 s
+    where no process before has left what it found (two cores), longer where imports are slow.
+    """
+    registry = vllm.ModelRegistry
+    for architecture in getattr(config, "architectures", None) or ():
+        load = getattr(registry.models.get(architecture), "load_model_cls", None)
+        if load is not None:
+            registry.register_model(architecture, load())
 
 
 def _scheduler(version: str, in_process: bool, wanted: bool | None) -> str | None:

@@ -39,6 +39,10 @@ def _expect_log_probs(
         assert completion.log_probs == pytest.approx(chosen, abs=1e-4)
 
 
+def _refuse(function: Any) -> Any:
+    raise AssertionError("another Python was to be started")
+
+
 def _reference_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -206,7 +210,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     had_process_group = torch.distributed.is_initialized()
     # The engine seeds the global generators; nobody else in the process may notice.
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16, free_cache_engine=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # No process before has left what it found about the model's class, and none is started to look.
+        patch.setenv("VLLM_CACHE_ROOT", str(folder.parent / "cache"))
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", _refuse)
+        sampler = VLLMSampler(folder, dtype="float32", max_num_seqs=16, free_cache_engine=True)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     yield sampler, folder, request.param
     sampler.close()
