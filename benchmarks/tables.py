@@ -96,6 +96,7 @@ def _row(group: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
         "mean": statistics.fmean(seconds),
         "tokens_per_second": statistics.fmean(step["tokens"] for step in steps) / median,
         "split": {name: statistics.median(step["split"][name] for step in steps) for name in steps[0]["split"]},
+        "rest": statistics.median(step["seconds"] - sum(step["split"].values()) for step in steps),
         "first_step_cold": done[0]["start_to_first_step"],
         "first_step_warm": min(result["start_to_first_step"] for result in done),
         "peak": max((peak["allocated"] for peak in peaks), default=None),
@@ -188,8 +189,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {system} | {row['error'].replace('|', '/')} |" + " |" * (len(_HEAD) - 2))
             continue
         low, high = row["quartiles"]
-        split = row["split"]
-        rest = row["median"] - sum(split.values())
+        split, rest = row["split"], row["rest"]
         parts = " + ".join(f"{split.get(name, 0.0):.2f}" for name in ("generate", "update"))
         peaks = [row["peak"], row["peak_without_kv_cache"], row["device_peak"]]
         cells = [

@@ -39,6 +39,17 @@ def test_the_median_leaves_the_warm_up_out_and_puts_repeats_together() -> None:
     assert row["tokens_per_second"] == 600 / 5.0
 
 
+def test_what_is_left_of_a_step_is_taken_step_by_step_and_parts_that_overlap_are_not_added_up() -> None:
+    apart, beside = measurement(seconds=(3.1, 3.1, 4.1)), measurement("ratchet-overlap", (3.0, 3.0, 3.0))
+    for step, parts in zip(apart["steps"][1:], [(2.0, 1.0), (1.0, 2.0), (2.0, 2.0)], strict=True):
+        step["split"] = dict(zip(("generate", "update"), parts, strict=True))
+    for step in beside["steps"]:
+        step["split"] = {"generate": 2.9, "update": 2.0}
+    text = tables.markdown(tables.summarise([apart, beside], warmup=1))
+    assert "| 2.00 + 2.00 + 0.10 |" in text, "the medians of the parts add up to more than the median step"
+    assert text.count("| overlapped |") == 1
+
+
 def test_ratios_are_to_the_fastest_micro_batch_of_a_peer() -> None:
     results = [
         measurement("ratchet", (1.0, 1.0)),
