@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-MODES = ("ok", "500", "drop", "lost", "hang", "page", "empty")
-"""Passes on; answers 500; cuts the connection; passes on and cuts the connection instead of answering; does not answer;
-answers 200 with a web page; answers 200 with an empty object. Where it is stopped, connections are refused."""
+MODES = ("ok", "500", "429", "drop", "lost", "hang", "page", "empty", "other")
+"""Passes on; answers 500; answers 429 and asks for 30 s; cuts the connection; passes on and cuts the connection instead
+of answering; does not answer; answers 200 with a web page; answers 200 with an empty object; answers 200 with an object
+of another API. Where it is stopped, connections are refused."""
 
 _JSON, _PAGE = "application/json", "text/html"
 
@@ -83,13 +84,17 @@ def _handler(gateway: Gateway) -> type[BaseHTTPRequestHandler]:
                 return
             status, kind, reply = {
                 "500": (500, _JSON, b"broken"),
+                "429": (429, _JSON, b"slow down"),
                 "page": (200, _PAGE, b"<!doctype html><title>Sign in</title>"),
                 "empty": (200, _JSON, b"{}"),
+                "other": (200, _JSON, b'{"experiment": 5}'),
             }.get(mode) or self._forward(body)
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(reply)))
+                if status == 429:
+                    self.send_header("Retry-After", "30")
                 self.end_headers()
                 self.wfile.write(reply)
 

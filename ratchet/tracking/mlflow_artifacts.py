@@ -227,7 +227,8 @@ class Artifacts:
         try:
             for action in actions:
                 action()
-        except _storage_errors() as error:
+        except Exception as error:
+            # Each kind of storage has a client of its own, with errors of its own.
             self._is_behind = True
             if not state.failed_at:
                 logger.warning(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratchet.redaction import hidden
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run as MLflowRun
@@ -31,6 +33,10 @@ _PARENT_TAG = "mlflow.parentRunId"
 _NOTE_TAG = "mlflow.note.content"
 """What MLflow's page of a run shows as its description."""
 _SQLITE = "sqlite:///"
+_UNKNOWN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""What MLflow says of an id that it does not have, or that cannot be one."""
+_LONGEST = 300
+"""Characters of a client's message that are shown."""
 _MAX_EXPERIMENTS = 100
 """Of one name, deleted ones: more is a server that answers anything."""
 
@@ -56,11 +62,11 @@ class TrackedRun:
 def set_client_defaults() -> None:
     """Make MLflow's client give up within seconds and report nothing home, where the user has not said otherwise.
 
-    By default it tries for four minutes, in which training would stand still; what a short outage costs is caught up.
+    By default it waits two minutes for an answer, asks seven more times, and waits before each for as long as the
+    server says (`Retry-After`), in which training would stand still; what a short outage costs is caught up.
     """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -87,13 +93,25 @@ def database(tracking_uri: str) -> Path | None:
 
 def without_passwords(text: str) -> str:
     """Return a tracking URI, or a text that names one, as it may be shown."""
-    return re.sub(r"://[^/\s]*@", "://", text)
+    # A password may hold the signs that end a host's name: MLflow refuses such an address and names it.
+    return hidden(re.sub(r"://\S*@", "://", text))
 
 
 def problem(error: Exception) -> str:
-    """Return the first line of what MLflow's client says; it names its server with user and password."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return without_passwords(text)[:300]
+    """Return the first line of what MLflow's client says: its request at the start, the cause at the end.
+
+    It names its server with user and password.
+    """
+    text = without_passwords(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return text if len(text) <= _LONGEST else f"{text[:100]} ... {text[-_LONGEST + 105 :]}"
+
+
+def is_plain(error: Exception) -> bool:
+    """Return whether the error says by itself what is wrong: MLflow, a driver that is missing, or a setting."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return isinstance(error, (MlflowException, SQLAlchemyError, OSError, ImportError, ValueError))
 
 
 def open_run(
@@ -206,7 +224,7 @@ def _injected_run(client: "MlflowClient") -> "MLflowRun | None":
                 break
             run = client.get_run(parent)
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code not in _UNKNOWN:
             raise
         logger.warning("MLFLOW_RUN_ID names the run %s, which this MLflow server does not have", run_id)
         return None
@@ -225,7 +243,7 @@ def _injected_experiment(client: "MlflowClient") -> str | None:
             return experiment_id
         why = "which is deleted"
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if error.error_code not in _UNKNOWN:
             raise
         why = "which this MLflow server does not have"
     logger.warning("MLFLOW_EXPERIMENT_ID names the experiment %s, %s", experiment_id, why)

@@ -26,6 +26,7 @@ from ratchet.tracking.mlflow_runs import (
     TrackedRun,
     check_database_folder,
     default_tracking_uri,
+    is_plain,
     open_run,
     pipeline_tags,
     problem,
@@ -147,19 +148,19 @@ class MLflowTracker:
 
     def _attempt(self, action: Callable[[], int | None]) -> int | None:
         """Return what `action` returns, or None if MLflow failed: a warning for the first failure of an outage."""
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
-
+        started = time.monotonic()
         try:
             self._connect()
             result = action()
-        except (MlflowException, SQLAlchemyError, OSError) as error:
+        except Exception as error:
+            # A driver that is missing, a setting, a proxy's answer: MLflow's client lets errors of any class through.
             self._client = self._tracked = None
-            if self._rest.failed():
+            if self._rest.failed(time.monotonic() - started):
                 logger.warning(
                     "MLflow at %s cannot be used; training goes on, its metrics are brought later: %s",
                     without_passwords(self.tracking_uri),
                     problem(error),
+                    exc_info=not is_plain(error),
                 )
             return None
         if self._rest.worked():

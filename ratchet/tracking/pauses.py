@@ -13,7 +13,7 @@ class Pauses:
     """After a first failure; doubled with each further one."""
     longest: float = 120.0
     slow: float = 1.0
-    """A call of `log` that takes longer is followed by a pause of `share` times as long."""
+    """A call of `log` that takes longer is followed by a pause of `share` times as long; so is any that fails."""
     share: float = 10.0
     artifacts: float = 600.0
     """After its artifact storage failed, by every process of the run: each attempt may take a minute."""
@@ -32,9 +32,10 @@ class Rest:
         """Whether the server may be asked again."""
         return time.monotonic() >= self._until
 
-    def failed(self) -> bool:
-        """Note a failure; return whether it is the first one of an outage."""
-        self._until = time.monotonic() + min(self._pauses.shortest * 2**self._failures, self._pauses.longest)
+    def failed(self, seconds: float) -> bool:
+        """Note a failure and how long it took; return whether it is the first one of an outage."""
+        pause = max(self._pauses.shortest * 2**self._failures, seconds * self._pauses.share)
+        self._until = time.monotonic() + min(pause, self._pauses.longest)
         self._failures = min(self._failures + 1, 30)
         return self._failures == 1
 

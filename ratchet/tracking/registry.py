@@ -18,6 +18,7 @@ from ratchet.tracking.mlflow_runs import (
     ROOT_TAG,
     check_database_folder,
     default_tracking_uri,
+    is_plain,
     problem,
     set_client_defaults,
     tagged_run,
@@ -60,16 +61,14 @@ def sync(root: str, name: str, *, tracking_uri: str | None = None) -> bool:
 
 
 def _attempt(root: str, name: str, history: Sequence[Decision], tracking_uri: str | None) -> bool:
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
     set_client_defaults()
     uri = tracking_uri or default_tracking_uri()
     place = f"{open_store(root).uri}/{layout.CHAMPIONS}/{name}"
     try:
         check_database_folder(uri)
         return _mirror(_client(uri), root, place, name, history)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except Exception as error:
+        # Of any class, as for the tracker; the decision is made.
         logger.warning(
             "MLflow at %s cannot be used; the decision stands, and ratchet champions %s --root %s --sync brings it "
             "there: %s",
@@ -77,6 +76,7 @@ def _attempt(root: str, name: str, history: Sequence[Decision], tracking_uri: st
             name,
             root,
             problem(error),
+            exc_info=not is_plain(error),
         )
         return False
 

@@ -227,6 +227,32 @@ def test_a_storage_that_cannot_be_written_holds_no_metric_up_and_gets_everything
 
 
 @pytest.mark.slow
+def test_a_storage_s_client_with_errors_of_its_own_holds_no_metric_up(
+    chain: Chain,
+    open_tracker: Open,
+    database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from mlflow import MlflowClient
+
+    class CloudError(Exception):
+        """As google.api_core.exceptions.RetryError: no OSError, and none of MLflow's."""
+
+    def refuse(*_: object) -> None:
+        raise CloudError("no such bucket")
+
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    tracker = open_tracker(database, pauses=Pauses(shortest=0.0, longest=0.0))
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    assert steps(database, tracker.run_id, "critic/score/mean") == [1]
+    assert tracker.missing_artifacts == "CloudError"
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no such bucket" in warning.message
+
+
+@pytest.mark.slow
 def test_what_cannot_be_shown_is_passed_over_with_a_warning(
     chain: Chain, open_tracker: Open, tables: Tables, database: str, caplog: pytest.LogCaptureFixture
 ) -> None:

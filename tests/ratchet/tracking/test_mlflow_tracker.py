@@ -231,14 +231,20 @@ def test_an_injected_run_of_another_training_run_gets_a_nested_one(
     assert client.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == parent
 
 
+@pytest.mark.parametrize("run_id", ["0" * 32, "../.."])
 def test_an_injected_run_that_the_server_lacks_is_named_and_ignored(
-    chain, open_tracker: Open, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    chain,
+    open_tracker: Open,
+    database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run_id: str,
 ) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
     tracker = open_tracker(database)
     tracker.catch_up()
     assert tracker.run_id is not None
-    assert "0" * 32 in caplog.text
+    assert f"the run {run_id}, which" in caplog.text
 
 
 # -- params, config, data ---------------------------------------------------------------------------------------------
@@ -403,6 +409,41 @@ def test_a_server_that_is_down_at_first_is_not_asked_all_the_time(
     assert client_of(server_uri).get_run(tracker.run_id).info.status == "FINISHED"
 
 
+def test_a_server_that_never_answers_is_waited_for_once_and_then_for_a_share_of_the_time(
+    chain, open_tracker: Open, make_gateway, server_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    gateway = make_gateway(server_uri)
+    tracker = open_tracker(gateway.uri, pauses=Pauses(shortest=0.0))
+    tracker.catch_up()
+    gateway.mode, gateway.requests = "hang", 0
+    started = time.monotonic()
+    for step in range(1, 4):
+        for manifest in chain.step(step):
+            tracker.log(manifest)
+    assert (gateway.requests, round(time.monotonic() - started)) == (1, 1)
+    gateway.mode = "ok"
+    tracker.finish("FINISHED")
+    assert steps(server_uri, tracker.run_id) == [1, 2, 3]
+
+
+def test_a_server_that_says_when_to_come_back_does_not_hold_training_up(
+    chain, open_tracker: Open, make_gateway, server_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    gateway = make_gateway(server_uri)
+    tracker = open_tracker(gateway.uri)
+    gateway.mode = "429"
+    started = time.monotonic()
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    assert time.monotonic() - started < 5
+    gateway.mode = "ok"
+    tracker.finish("FINISHED")
+    assert steps(server_uri, tracker.run_id) == [1]
+
+
 def test_a_slow_server_takes_a_bounded_share_of_the_time(
     chain, open_tracker: Open, make_gateway, server_uri: str
 ) -> None:
@@ -459,6 +500,72 @@ def test_no_database_can_be_opened_and_nothing_stops(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("uri", "variables", "cause"),
+    [
+        pytest.param("mssql+pymssql://u:geheim77@127.0.0.1:9/db", {}, "No module named 'pymssql'", id="no driver"),
+        pytest.param("http://[bad", {}, "Invalid IPv6 URL", id="no address"),
+        pytest.param(
+            "http://127.0.0.1:9", {"MLFLOW_HTTP_REQUEST_TIMEOUT": ""}, "MLFLOW_HTTP_REQUEST_TIMEOUT", id="no number"
+        ),
+        pytest.param("", {}, "Failed to parse experiment", id="another API's answer"),
+    ],
+)
+def test_an_error_of_any_class_costs_one_warning_and_never_the_run(
+    chain,
+    open_tracker: Open,
+    make_gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    uri: str,
+    variables: dict[str, str],
+    cause: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    gateway = make_gateway("http://127.0.0.1:9")
+    gateway.mode = "other"
+    tracker = open_tracker(uri or gateway.uri)
+    for manifest in chain.step(1):
+        tracker.log(manifest)
+    tracker.finish("FAILED")
+    (warning,) = [record.message for record in caplog.records if record.name.startswith("ratchet")]
+    assert cause in warning
+
+
+@pytest.mark.parametrize(
+    ("uri", "token"),
+    [
+        pytest.param("http://u:geheim77@127.0.0.1:9", "", id="login"),
+        pytest.param("http://u:ge/heim77@127.0.0.1:9", "", id="login with a slash"),
+        pytest.param("http://127.0.0.1:9?token=geheim77", "", id="query"),
+        pytest.param("http://127.0.0.1:9", "token-geheim77\n", id="line end in a token"),
+    ],
+)
+def test_no_warning_shows_a_secret(
+    chain,
+    open_tracker: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    uri: str,
+    token: str,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
+    open_tracker(uri).catch_up()
+    assert "training goes on" in caplog.text
+    assert "127.0.0.1:9" in caplog.text
+    assert "heim77" not in caplog.text
+
+
+def test_a_long_message_keeps_the_request_and_the_cause() -> None:
+    from ratchet.tracking.mlflow_runs import problem
+
+    text = problem(OSError(f"API request to http://u:p@mlflow failed: {'x' * 400} Read timed out\nsecond line"))
+    assert text.startswith("API request to http://mlflow failed")
+    assert text.endswith("Read timed out")
+    assert len(text) == 300
+
+
 # -- defaults ---------------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +588,7 @@ def test_a_user_s_own_settings_of_the_client_stay(chain, open_tracker: Open, mon
     open_tracker("http://127.0.0.1:9")
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "99"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "false"
-    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
 
 
 def test_the_stages_of_quick_steps_arrive_in_one_request(

@@ -194,6 +194,14 @@ def test_an_outage_is_a_warning_and_the_next_call_catches_up(
     assert mirrored(server_uri, name) == (["1", "2"], {"challenger": "2", "champion": "2"})
 
 
+def test_an_error_of_any_class_is_a_warning_since_the_decision_stands(
+    root: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decide(root, decision(1), name=name)
+    assert registry.sync(root, name, tracking_uri="http://[bad") is False
+    assert "Invalid IPv6 URL" in caplog.text
+
+
 def test_an_outage_in_the_middle_leaves_nothing_that_is_not_repaired(
     root: str, name: str, server_uri: str, make_gateway: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
