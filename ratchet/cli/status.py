@@ -143,7 +143,7 @@ def _newest_submission(run: "Run") -> str:
     """Return the pipeline run of the newest claim; of a run that nobody has claimed, that of the newest preflight."""
     from ratchet.grains.status.tasks import read_preflights
 
-    newest = next(run.submissions(), None)
+    newest = run.newest_submission()
     if newest is not None:
         if newest.get("submission_id"):
             return str(newest["submission_id"])

@@ -97,7 +97,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     run = Run(arguments.root, arguments.run_id)
-    config = parse_config(run.adopt(arguments.epoch)["config"], source=f"submission {arguments.epoch}", is_stored=True)
+    submission = run.adopt(arguments.epoch)
+    config = parse_config(run.config_of(submission), source=f"submission {arguments.epoch}", is_stored=True)
     residents, stage = Residents(run, config, shared_folder=arguments.shared_folder), _stage(arguments.stage, config)
     try:
         if residents.is_main:

@@ -302,10 +302,10 @@ def _from_champion(config: RunConfig, task: PreflightTask, run: Run, is_old: boo
 
     if not config.promotion.name:
         raise ConfigError("this pipeline starts from a champion: give its name (the parameter champion)")
-    submitted = next(run.submissions(), None) if is_old else None
+    submitted = run.newest_submission() if is_old else None
     if submitted is not None:
         # The champion of that day, whoever it is by now.
-        path = submitted["config"]["actor_rollout_ref"]["model"]["path"]
+        path = run.config_of(submitted)["actor_rollout_ref"]["model"]["path"]
     else:
         champion = champions.champion(task.root, config.promotion.name)
         if champion is None:

@@ -255,7 +255,7 @@ def join_submission(root: str, run_id: str, submission_id: str) -> tuple[Run, Ru
     epoch = run.epoch_of(submission_id)
     if epoch is None:
         raise NotCommittedError(f"run {run.uri}: submission {submission_id} has not claimed it; preflight comes first")
-    return run, parse_config(run.adopt(epoch)["config"], source=f"submission {submission_id}", is_stored=True)
+    return run, parse_config(run.config_of(run.adopt(epoch)), source=f"submission {submission_id}", is_stored=True)
 
 
 @contextmanager

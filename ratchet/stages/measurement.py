@@ -94,7 +94,7 @@ def _rewards(run: Run, manifest: Manifest, config: RunConfig) -> Iterator[tuple[
 
 def newest_config(run: Run) -> RunConfig:
     """Return the config of the run's newest submission; what an evaluation reads is the same in all of them."""
-    newest = next(run.submissions(), None)
+    newest = run.newest_submission()
     if newest is None:
         raise NotCommittedError(f"run {run.uri} was claimed, but nothing was submitted to it")
-    return parse_config(newest["config"], source=f"submission {newest['epoch']} of {run.uri}", is_stored=True)
+    return parse_config(run.config_of(newest), source=f"submission {newest['epoch']} of {run.uri}", is_stored=True)

@@ -17,6 +17,7 @@ from ratchet.store.manifest import Content, Manifest, Provenance, as_record, can
 from ratchet.store.objects import ObjectInfo, ObjectNotFoundError, check_key, open_store
 from ratchet.store.retired import Retired, find
 from ratchet.store.run import Run
+from ratchet.store.submission import parse
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -148,7 +149,7 @@ def _check_records(chain: Chain) -> str:
             try:
                 record = json.loads(body)
                 is_canonical = canonical_json(record) == body
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 record, is_canonical = error, False
             if not is_canonical or not isinstance(record, dict):
                 chain.faults.append(
@@ -160,6 +161,11 @@ def _check_records(chain: Chain) -> str:
                 chain.faults.append(
                     Fault(place=key, expected="the record of this epoch", found=f"that of epoch {record.get('epoch')}")
                 )
+            elif key == layout.submission(record["epoch"]):
+                try:
+                    parse(body, record["epoch"])
+                except ValueError as error:
+                    chain.faults.append(Fault(place=key, expected="a submission as it was written", found=str(error)))
     return run_id
 
 

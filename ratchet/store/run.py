@@ -14,11 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError, OwnershipLostError, StoreError
+from ratchet.errors import (
+    CommitConflictError,
+    ConfigError,
+    DamagedError,
+    NotCommittedError,
+    OwnershipLostError,
+    StoreError,
+)
 from ratchet.store import layout
 from ratchet.store.manifest import Manifest, canonical_json
 from ratchet.store.objects import ObjectNotFoundError, ObjectStore, open_store
 from ratchet.store.pending import PendingManifest
+from ratchet.store.submission import parse
 
 logger = logging.getLogger(__name__)
 
@@ -119,22 +127,47 @@ class Run:
         return submission
 
     def submission(self, epoch: int) -> dict[str, Any]:
-        """Return what was submitted under `epoch`."""
+        """Return what was submitted under `epoch`; DamagedError where something else lies there."""
+        key = layout.submission(epoch)
         try:
-            return self._json(layout.submission(epoch))
+            return parse(self.store.get(key), epoch)
         except ObjectNotFoundError as error:
             raise NotCommittedError(f"run {self.uri} has no submission {epoch}") from error
+        except ValueError as error:
+            raise DamagedError(f"{self.uri}/{key} is damaged: {error}") from error
 
     def submissions(self) -> Iterator[dict[str, Any]]:
-        """Yield what was submitted, newest first; a claim whose runner died before it could submit has none."""
-        for epoch in range(self.newest_epoch(), 0, -1):
-            if self.store.size(layout.submission(epoch)) is not None:
+        """Yield what was submitted, newest first, to be looked at: a damaged one is logged, and is only its epoch."""
+        for epoch in self._submitted():
+            try:
                 yield self.submission(epoch)
+            except DamagedError as error:
+                logger.warning("%s; what it said is left out", error)
+                yield {"epoch": epoch}
+
+    def newest_submission(self) -> dict[str, Any] | None:
+        """Return what was submitted last, to go by; None if nothing was, DamagedError if that cannot be known."""
+        return next(map(self.submission, self._submitted()), None)
 
     def epoch_of(self, submission_id: str) -> int | None:
-        """Return the epoch that the submission with this id claimed, or None if it claimed none yet."""
-        found = (one["epoch"] for one in self.submissions() if one.get("submission_id") == submission_id)
-        return next(found, None)
+        """Return the epoch that the submission with this id claimed, or None if it claimed none yet.
+
+        DamagedError for a damaged submission on the way, which may be the one.
+        """
+        epochs = (epoch for epoch in self._submitted() if self.submission(epoch).get("submission_id") == submission_id)
+        return next(epochs, None)
+
+    def config_of(self, submission: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config of a submission to this run; DamagedError where it has none."""
+        if "config" not in submission:
+            raise DamagedError(f"{self.uri}/{layout.submission(submission['epoch'])} is damaged: it has no config")
+        return dict(submission["config"])
+
+    def _submitted(self) -> Iterator[int]:
+        """Yield the claims that have a submission, newest first: a runner may die before it can submit."""
+        for epoch in range(self.newest_epoch(), 0, -1):
+            if self.store.size(layout.submission(epoch)) is not None:
+                yield epoch
 
     def newest_epoch(self) -> int:
         """Return the newest epoch that was claimed, 0 if none was."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ratchet.errors import NotCommittedError
+from ratchet.errors import DamagedError, NotCommittedError
 from ratchet.grains.audit.records import Audit, Data, StageRecord, Submission
 from ratchet.grains.audit.subject import Subject
 from ratchet.grains.status.chain import in_parallel, value_at
@@ -50,7 +50,7 @@ def audit(subject: Subject, prices: Prices | None = None) -> Audit:
     beside = [place for place in sorted({*lineage.others, *listed}) if _step_of(place) <= last]
     lineage.read([*beside, *_SPLITS])
     records = {place: StageRecord.of(one, lineage.sha256[place]) for place, one in lineage.manifests.items()}
-    submissions = _submissions(run, Counter(one.epoch for one in records.values()))
+    submissions, damaged = _submissions(run, Counter(one.epoch for one in records.values()))
     raw = {one: config for one, (_, config) in submissions.items()}
     exports = _of_stage(records, EXPORT_STAGE)
     if step is not None:
@@ -81,7 +81,7 @@ def audit(subject: Subject, prices: Prices | None = None) -> Audit:
         rollouts=sum(one.rows for one in trained),
         cost=cost(map(Work.of, lineage.manifests.values()), table, read_statuses(run.store)),
         # A manifest that several were made from contradicts each of them.
-        faults=tuple(dict.fromkeys((*lineage.faults, *_digest_faults(subject, exports)))),
+        faults=tuple(dict.fromkeys((*lineage.faults, *damaged, *_digest_faults(subject, exports)))),
     )
 
 
@@ -110,14 +110,22 @@ def _data(prompts: StageRecord, key: str, configs: Mapping[int, Mapping[str, Any
     )
 
 
-def _submissions(run: Run, stages: Mapping[int, int]) -> dict[int, tuple[Submission, dict[str, Any]]]:
-    """Return epoch -> the submission, and its config as it was submitted."""
+def _submissions(
+    run: Run, stages: Mapping[int, int]
+) -> tuple[dict[int, tuple[Submission, dict[str, Any]]], list[Fault]]:
+    """Return epoch -> the submission, and its config as it was submitted; and a fault for each that is damaged."""
+    damaged: dict[int, Fault] = {}
 
     def read(epoch: int) -> tuple[Submission, dict[str, Any]]:
+        said: dict[str, Any] = {}
         try:
             said = run.submission(epoch)
         except NotCommittedError:
-            said = {}
+            pass
+        except DamagedError as error:
+            damaged[epoch] = Fault(
+                place=layout.submission(epoch), expected="a submission as it was written", found=str(error.__cause__)
+            )
         try:
             host = str(json.loads(run.store.get(layout.owner(epoch))).get("host", ""))
         except (ObjectNotFoundError, ValueError):
@@ -132,11 +140,13 @@ def _submissions(run: Run, stages: Mapping[int, int]) -> dict[int, tuple[Submiss
             image=said.get("image") or "",
             accelerators=dict(_accelerators(config.get("device_map") or {})),
             stages=stages[epoch],
+            is_damaged=epoch in damaged,
         )
         return submission, config
 
     epochs = sorted(stages)
-    return dict(zip(epochs, in_parallel(read, epochs), strict=True))
+    found = dict(zip(epochs, in_parallel(read, epochs), strict=True))
+    return found, [damaged[epoch] for epoch in sorted(damaged)]
 
 
 def _accelerators(device_map: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -115,6 +115,8 @@ class Submission:
     """Stage's pod -> what it asked for: 4 nvidia.com/gpu."""
     stages: int
     """Stages of the lineage that were committed under it."""
+    is_damaged: bool = False
+    """Whether what was submitted cannot be read; the fields that it would fill are empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

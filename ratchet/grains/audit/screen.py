@@ -101,13 +101,14 @@ def _run(audit: Audit) -> Iterator[Node]:
     for data in audit.data:
         yield _prompts(data, audit.run)
     for one in audit.base:
-        yield Node(f"version 0 from {audit.base_model}", _stage_leaves(one, audit.run))
+        yield Node(f"version 0 from {audit.base_model or 'a model that is not known'}", _stage_leaves(one, audit.run))
 
 
 def _submission(one: Submission) -> str:
     parts = [
         f"submission {one.epoch}: {one.stages} stages",
-        f"pipeline run {one.submission_id}" if one.submission_id else "outside a pipeline",
+        f"pipeline run {one.submission_id}" if one.submission_id else "" if one.is_damaged else "outside a pipeline",
+        "damaged" if one.is_damaged else "",
         f"from {one.host}" if one.host else "",
         f"grain {one.grain}" if one.grain else "",
         f"version {one.version}" if one.version else "",

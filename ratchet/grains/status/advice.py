@@ -4,6 +4,7 @@ import shlex
 
 from ratchet.grains.exits import ExitCode
 from ratchet.grains.status.records import Activity, Failure, RunStatus
+from ratchet.store import layout
 
 _KEEP_ALIVE = "a schedule with --keep-alive does that by itself"
 _ACTIVE = ("PENDING", "RUNNING", "CANCELING", "PAUSED")
@@ -40,6 +41,12 @@ def next_step(status: RunStatus) -> str:
             return _after_loss(status, failure, again)
         case "terminated":
             return f"nothing committed is lost; to go on, {again}"
+        case "stopped" | "unknown" if status.owner is not None and status.owner.has_damaged_submission:
+            run = _quoted(status.run)
+            return (
+                f"restore {layout.submission(status.owner.epoch)} from a copy, and look again; ratchet verify {run} "
+                "names all that is damaged"
+            )
         case "stopped":
             return f"nobody works on it any more; to go on, {again}"
         case _:

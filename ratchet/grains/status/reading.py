@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.config.algorithm import OFFLINE
-from ratchet.errors import NotCommittedError, RatchetError, StoreError
+from ratchet.errors import DamagedError, NotCommittedError, RatchetError, StoreError
 from ratchet.grains.status.chain import in_parallel, read_progress, value_at
 from ratchet.grains.status.explaining import Sources, explained, is_finished, judged
 from ratchet.grains.status.records import FINAL, Ownership, Promotion, RunStatus, Setup
@@ -54,11 +54,16 @@ def _collected(run: Run, sources: Sources, at: float) -> RunStatus:
     if not folders:
         return _before_any_word(run, sources, at)
     owner = _owner(run) if "owner" in folders else None
-    submissions = _submissions(run, owner.epoch) if owner is not None else []
+    submissions, damaged = _submissions(run, owner.epoch) if owner is not None else ([], {})
     newest: Mapping[str, Any] = submissions[0] if submissions else {}
     config: Mapping[str, Any] = newest.get("config") or {}
     if owner is not None and newest.get("epoch") == owner.epoch:
-        owner = replace(owner, submission_id=newest.get("submission_id") or "", version=newest.get("version") or "")
+        owner = replace(
+            owner,
+            submission_id=newest.get("submission_id") or "",
+            version=newest.get("version") or "",
+            has_damaged_submission=owner.epoch in damaged,
+        )
     steps = sorted(step for name in folders if (step := layout.parse_step_folder(name)) is not None)
     status = RunStatus(
         run=run.uri,
@@ -68,6 +73,7 @@ def _collected(run: Run, sources: Sources, at: float) -> RunStatus:
         progress=read_progress(run, steps, config) if owner is not None or steps else None,
         owner=owner,
         promotes_as=value_at(config, "promotion.name", ""),
+        notes=tuple(damaged[epoch] for epoch in sorted(damaged, reverse=True)),
     )
     status = _with_promotion(run, status)
     known = run.store.list_folders("status") if "status" in folders else []
@@ -116,17 +122,24 @@ def _owner(run: Run) -> Ownership | None:
     return Ownership(epoch=epoch, host=host, pid=pid, is_alive=_lives(pid) if host == socket.gethostname() else None)
 
 
-def _submissions(run: Run, newest_epoch: int) -> list[dict[str, Any]]:
-    """Return what was submitted, newest first; a claim whose runner died before it could submit has none."""
+def _submissions(run: Run, newest_epoch: int) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return what was submitted, newest first, and epoch -> what is wrong with a damaged one, which is only its epoch.
+
+    A claim whose runner died before it could submit has none.
+    """
+    damaged: dict[int, str] = {}
 
     def read(epoch: int) -> dict[str, Any] | None:
         try:
             return run.submission(epoch)
         except NotCommittedError:
             return None
+        except DamagedError as error:
+            damaged[epoch] = str(error)
+            return {"epoch": epoch}
 
     oldest = max(0, newest_epoch - _MOST_SUBMISSIONS)
-    return [one for one in in_parallel(read, range(newest_epoch, oldest, -1)) if one is not None]
+    return [one for one in in_parallel(read, range(newest_epoch, oldest, -1)) if one is not None], damaged
 
 
 def _lives(pid: int) -> bool:

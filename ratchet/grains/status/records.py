@@ -102,6 +102,8 @@ class Ownership:
     """Ratchet's."""
     is_alive: bool | None = None
     """Whether the process lives, where it is one of this machine."""
+    has_damaged_submission: bool = False
+    """Whether nobody can know from its submission what was asked for, nor by which pipeline run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -172,7 +172,8 @@ def _owner(status: RunStatus) -> str:
     elif owner is not None and owner.submission_id:
         told.append(f"pipeline run {owner.submission_id}{state}")
     elif owner is not None:
-        told.append(f"process {owner.pid} on {owner.host}, outside a pipeline")
+        submitted = "its submission is damaged" if owner.has_damaged_submission else "outside a pipeline"
+        told.append(f"process {owner.pid} on {owner.host}, {submitted}")
     if owner is not None:
         before = owner.epoch - 1
         lost = f"; {before} earlier {'one has' if before == 1 else 'ones have'} lost the run" if before else ""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,30 @@ def test_a_damaged_status_is_noted_and_hides_nothing(story: Story) -> None:
     status = look(story)
     assert status.state == "running"
     assert status.notes == (f"{story.run.uri}/status/{KFP_RUN}/rollout-000009.json is damaged",)
+
+
+def test_a_damaged_submission_is_noted_and_hides_nothing_else(story: Story) -> None:
+    story.prepared().steps(1, 3, ended=ago(4000.0)).claim(OTHER_RUN, host="grpo-y-preflight-1")
+    place = f"{story.run.uri}/submissions/0002.json"
+    story.run.store.put("submissions/0002.json", b"{")
+    status = look(story)
+    (note,) = status.notes
+    assert note.startswith(f"{place} is damaged: Expecting property name ")
+    assert (status.state, status.setup.algorithm) == ("unknown", "")
+    assert status.progress is not None
+    assert (status.progress.steps, status.progress.total, status.progress.reward) == (3, None, 0.4 + 3 / 200)
+    assert "owner process 1 on grpo-y-preflight-1, its submission is damaged, claim 2; " in page(status)
+    assert "outside a pipeline" not in page(status)
+    assert next_step(status) == (
+        f"restore submissions/0002.json from a copy, and look again; ratchet verify {story.run.uri} names all that is "
+        "damaged"
+    )
+
+
+def test_a_damaged_submission_of_an_earlier_claim_is_only_noted(story: Story) -> None:
+    story.prepared().steps(1, 3, ended=ago(30.0)).claim(OTHER_RUN).task("segment", "running", submission_id=OTHER_RUN)
+    whole = look(story)
+    story.run.store.put("submissions/0001.json", b"")
+    status = look(story)
+    assert status.notes == (f"{story.run.uri}/submissions/0001.json is damaged: it is empty",)
+    assert replace(status, notes=()) == whole

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from ratchet.errors import CommitConflictError, ConfigError, NotCommittedError, OwnershipLostError, StoreError
+from ratchet.errors import (
+    CommitConflictError,
+    ConfigError,
+    DamagedError,
+    NotCommittedError,
+    OwnershipLostError,
+    StoreError,
+)
 from ratchet.store import ObjectStore, layout
 from ratchet.store import run as run_module
 from ratchet.store.run import POLICY_UPDATE, Run
@@ -189,6 +196,68 @@ def test_a_pod_acts_under_the_epoch_of_its_submission(root: str, run: Run) -> No
         commit(pod, 1, "reward")
     with pytest.raises(NotCommittedError, match="no submission 8"):
         pod.adopt(8)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"epo', "Unterminated string starting at: line 1 column 2 (char 1)"),
+        (b"", "it is empty"),
+        (b"no json", "Expecting value: line 1 column 1 (char 0)"),
+        (b'\xff{"epoch":2}', "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            '{"epoch":2}'.encode("utf-16-le"),
+            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        ),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"[1,2]", "expected an object, found [1, 2]"),
+        (b'[["epoch",2]]', "expected an object, found [['epoch', 2]]"),
+        (b"null", "expected an object, found None"),
+        (b"{}", "expected the submission of epoch 2, found that of epoch None"),
+        (b'{"epoch":1}', "expected the submission of epoch 2, found that of epoch 1"),
+        (b'{"epoch":2,"submission_id":3}', "submission_id: expected a text, found 3"),
+        (b'{"epoch":2,"grain":[]}', "grain: expected a text, found []"),
+        (b'{"epoch":2,"config":null}', "config: expected an object, found None"),
+    ],
+)
+def test_a_damaged_submission_is_shown_as_its_epoch_and_decides_nothing(
+    root: str, run: Run, caplog: pytest.LogCaptureFixture, body: bytes, said: str
+) -> None:
+    run.claim({"submission_id": "a"})
+    run.claim({"submission_id": "b"})
+    run.store.put(layout.submission(2), body)
+    message = f"{run.uri}/submissions/0002.json is damaged: {said}"
+
+    def refused(ask: Callable[[], Any]) -> str:
+        with pytest.raises(DamagedError) as error:
+            ask()
+        return str(error.value)
+
+    assert list(run.submissions()) == [
+        {"submission_id": "b", "epoch": 3},
+        {"epoch": 2},
+        {"grain": "stage", "epoch": 1},
+    ]
+    assert caplog.messages == [f"{message}; what it said is left out"]
+    pod = Run(root, "run-1")
+    assert [refused(lambda: pod.submission(2)), refused(lambda: pod.adopt(2))] == [message, message]
+    assert pod.owner is None
+    # What claimed it may be the one that is looked for.
+    assert refused(lambda: pod.epoch_of("a")) == message
+    assert (pod.epoch_of("b"), pod.newest_submission()) == (3, {"submission_id": "b", "epoch": 3})
+    run.store.put(layout.submission(3), b"")
+    assert refused(pod.newest_submission) == f"{run.uri}/submissions/0003.json is damaged: it is empty"
+
+
+def test_a_claim_without_a_submission_is_passed_over(run: Run) -> None:
+    run.store.put_create(layout.owner(2), b"{}")
+    assert (run.newest_submission(), run.epoch_of("a")) == ({"grain": "stage", "epoch": 1}, None)
+
+
+def test_a_submission_without_a_config_is_damaged_for_whoever_needs_that(run: Run) -> None:
+    assert run.config_of({"epoch": 1, "config": {"trainer": {}}}) == {"trainer": {}}
+    with pytest.raises(DamagedError, match=r"/run-1/submissions/0001\.json is damaged: it has no config"):
+        run.config_of(run.submission(1))
 
 
 def test_a_manifest_of_another_epoch_is_refused(run: Run) -> None:

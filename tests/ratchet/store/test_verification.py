@@ -258,6 +258,24 @@ def damaged_claim(folder: Path) -> tuple[str, str, str]:
     return str(path), "the canonical JSON of a record", ""
 
 
+def damaged_submission(folder: Path) -> tuple[str, str, str]:
+    path = folder / layout.submission(1)
+    path.write_bytes(b"")
+    return str(path), "the canonical JSON of a record", "Expecting value"
+
+
+def bottomless_submission(folder: Path) -> tuple[str, str, str]:
+    path = folder / layout.submission(1)
+    path.write_bytes(b"[" * 100_000)
+    return str(path), "the canonical JSON of a record", "RecursionError"
+
+
+def other_submission(folder: Path) -> tuple[str, str, str]:
+    path = folder / layout.submission(1)
+    path.write_bytes(b'{"config":[1],"epoch":1}')
+    return str(path), "a submission as it was written", "config: expected an object, found [1]"
+
+
 def missing_identity(folder: Path) -> tuple[str, str, str]:
     path = folder / layout.RUN
     path.unlink()
@@ -289,6 +307,9 @@ IN_MANIFESTS = [
     other_run,
     missing_claim,
     damaged_claim,
+    damaged_submission,
+    bottomless_submission,
+    other_submission,
     missing_identity,
 ]
 
