@@ -122,8 +122,7 @@ def model_digest(path: str) -> str | None:
         raise
     except (EngineError, StoreError):
         return None
-    paths = _kept(folder)
-    return digest_of(dict(zip((path.name for path in paths), sha256_files(paths), strict=True)))
+    return digest_of({path.name: sha256 for path, sha256 in sha256_files(_kept(folder)).items()})
 
 
 def _kept(folder: Path) -> list[Path]:

@@ -260,7 +260,7 @@ class Residents:
         return target
 
     def keep_folder(self, role: str, digest: str, folder: Path) -> None:
-        """Take the local folder of a model that was just stored, so that it need not be read back; `folder` is gone."""
+        """Take over the local folder of a model that was just stored, so that it need not be read back."""
         target = self._cache() / f"{role}-{digest}"
         if not target.exists():
             shutil.move(folder, target)

@@ -47,7 +47,7 @@ def describe_folder(folder: str, source: Path) -> Artifact:
     paths = sorted(path for path in source.rglob("*") if path.is_file())
     entries = [
         FileEntry(path=path.relative_to(source).as_posix(), bytes=path.stat().st_size, sha256=sha256)
-        for path, sha256 in zip(paths, sha256_files(paths), strict=True)
+        for path, sha256 in sha256_files(paths).items()
     ]
     return Artifact(folder=folder, files=tuple(sorted(entries, key=lambda entry: entry.path)))
 

@@ -7,7 +7,7 @@ computations (time, attempt, run, place) may enter `content`.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -237,10 +237,10 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-def sha256_files(paths: Iterable[Path]) -> list[str]:
-    """Return the sha256 of each file's bytes, in order; several are read at the same time."""
+def sha256_files(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return each file with the sha256 of its bytes, in order; several are read at the same time."""
     with ThreadPoolExecutor(_HASHERS) as hashers:
-        return list(hashers.map(sha256_file, paths))
+        return dict(zip(paths, hashers.map(sha256_file, paths), strict=True))
 
 
 def sha256_file(path: Path) -> str:
